@@ -38,9 +38,9 @@ TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Capabilities of a run that decide which algorithms are available.
+    """What a run can do: this decides which algorithms are available.
 
-    backend: backend of the reductions (`World.reduction_backend`).
+    backend: name of the backend that carries out the reductions (`World.reduction_backend`).
     messages: True if point-to-point messages over MPI are available (`World.transport`).
     shared_memory: True if each node's shared memory can hold its ranks' buckets.
     nccl: Horovod's algorithm that is switched on in this process, if any.
@@ -77,7 +77,8 @@ def choose_algorithm(
 ) -> AlgorithmChoice:
     """Returns the algorithm that runs if `asked` is requested: itself, or the fallback with the reason.
 
-    sums_itself: the reducer sums in hpctrain, so that algorithms with the backend's own sums are no fallback.
+    sums_itself: True if the reducer computes the sums in hpctrain. Algorithms that use the backend's own sums are then
+    never the fallback.
     """
     algorithm, reasons = asked, []
     while (
@@ -139,8 +140,9 @@ def _instead_of(
 def candidates(*, wire: str, capabilities: Capabilities) -> list[Algorithm]:
     """Returns the algorithms that are available without fallback, for `auto` to choose from; never empty.
 
-    On a GPU only those that stay on it: NCCL's, through the backend. On CPUs none of Horovod's if hpctrain's own are
-    available: a trial of a reduction does not show the CPU time that Horovod's thread takes from training.
+    On a GPU, only algorithms whose data stay on the GPU are returned: `flat` and Horovod's NCCL algorithms. On CPUs,
+    Horovod's algorithms are not returned if hpctrain's own algorithms are available, because a trial of a reduction
+    does not show the CPU time that Horovod's thread takes from training.
     """
     if capabilities.topology.num_ranks == 1:
         return [Algorithm.FLAT]
@@ -156,5 +158,5 @@ def candidates(*, wire: str, capabilities: Capabilities) -> list[Algorithm]:
 
 
 def _ranks_elsewhere(topology: Topology) -> int:
-    """Returns how many ranks are on other nodes, as seen from the largest node."""
+    """Returns the number of ranks that are not on the largest node."""
     return topology.num_ranks - max(len(ranks) for ranks in topology.ranks_by_node)

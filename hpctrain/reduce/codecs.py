@@ -38,16 +38,16 @@ def scratch(name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Codec(Protocol):
-    """Encodes values into `out`, and decodes data into `out`, independently of their position in the bucket.
+    """Encodes values as bytes and decodes them. The result does not depend on the position of the values in a bucket.
 
     Values are contiguous one-dimensional float32 or float64 tensors in host memory; encoded data are
     contiguous uint8 tensors, 8-byte aligned, of exactly `num_bytes(n)` bytes for n values. n may be 0.
-    Deterministic: the same values give the same bytes. inf and NaN decode to values that are not finite.
+    Encoding is deterministic: the same values give the same bytes. Encoded inf and NaN decode to inf or NaN.
     """
 
     @property
     def name(self) -> str:
-        """The name of its wire format."""
+        """The name of the codec's wire format."""
 
     @property
     def exact(self) -> bool:
@@ -83,11 +83,11 @@ _Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @final
 class BlockCodec:
-    """`int8`: symmetric, rounded to nearest even; a block's scale is its largest magnitude / 127.
+    """`int8`: symmetric, rounded to nearest even; the scale of a block is its largest magnitude divided by 127.
 
     Error of a value: at most 1/253 of the largest magnitude in its block, or 2^-126 if that is more (half a
-    level and float32's own rounding; scales are never denormal). A block that contains inf, NaN or a value outside
-    float32's range decodes to inf and NaN throughout, so that a step with it is skipped.
+    level and float32's own rounding; scales are never denormal). If a block contains inf, NaN or a value outside
+    float32's range, all values of the block decode to inf or NaN, so that the step is skipped.
     """
 
     name = "int8"
@@ -155,7 +155,7 @@ def codec_named(name: str) -> Codec:
 
 @final
 class OwnPrecisionCodec:
-    """`fp32`: every value unchanged, so float32 in 4 bytes and float64 in 8."""
+    """`fp32`: every value is sent unchanged, a float32 in 4 bytes and a float64 in 8 bytes."""
 
     name = "fp32"
     exact = True
@@ -175,11 +175,12 @@ class OwnPrecisionCodec:
 
 @final
 class CastCodec:
-    """`fp16` and `bf16`: rounded to nearest even, 2 bytes per value.
+    """`fp16` and `bf16`: values are rounded to nearest even, 2 bytes per value.
 
-    fp16: relative error at most 2^-11 for magnitudes from 2^-14 to 65504, absolute error at most 2^-25 below,
-    inf from 65520 on. bf16: relative error at most 2^-8 up to 3.38e38, where inf begins; absolute error at most
-    2^-134 below 2^-126. A float64 is rounded to float32 first, which adds a relative error of 2^-24.
+    fp16: the relative error is at most 2^-11 for magnitudes from 2^-14 to 65504; for magnitudes below 2^-14, the
+    absolute error is at most 2^-25; magnitudes of 65520 or more become inf. bf16: the relative error is at most 2^-8
+    for magnitudes from 2^-126 to 3.38e38, above which values become inf; for magnitudes below 2^-126, the absolute
+    error is at most 2^-134. A float64 is rounded to float32 first, which adds a relative error of 2^-24.
     """
 
     exact = False
@@ -223,10 +224,11 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
 
 
 def rows_in(saved: torch.Tensor, *, rows: Sequence[range]) -> torch.Tensor:
-    """Returns the rows `rows`, shape (number of these rows, ...).
+    """Returns the rows `rows` of a tensor, shape (number of these rows, ...).
 
-    saved: a whole tensor, shape (all rows, ...), from which they are taken, or just these rows, which is returned as it
-    is. rows: ascending, without overlap.
+    saved: either the whole tensor, shape (all rows, ...), or a tensor that consists of just these rows, which is
+    returned as it is.
+    rows: ranges of row indices, ascending, without overlap.
     """
     if saved.shape[0] == sum(map(len, rows)):
         return saved
@@ -248,7 +250,7 @@ LOST = "lost"
 def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
     """Returns each parameter's offset in gradient space, and the length of that space, in elements. Pure.
 
-    buckets: a plan, which contains every trainable parameter.
+    buckets: the buckets of a plan, which together contain every trainable parameter.
     """
     numels = {slot.parameter: slot.numel for bucket in buckets for slot in bucket.slots}
     positions, total = {}, 0
@@ -262,8 +264,9 @@ def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
 class Residuals:
     """This rank's residuals, one row of a global tensor of shape (num_ranks, elements).
 
-    Keeps two rows: the one at the start of a step, and the new one, which takes effect only if the step is applied.
-    In the unit of the buckets: gradients times loss scale. float32, or float64 if any bucket is.
+    The object keeps two rows: the residuals at the start of a step, and the new ones, which take effect only if the
+    step is applied. Residuals have the unit of the buckets, gradients times loss scale. Their dtype is float32, or
+    float64 if any bucket is float64.
     """
 
     def __init__(self, *, rank: int, num_ranks: int) -> None:
@@ -274,7 +277,7 @@ class Residuals:
         self._left = torch.zeros(0)
 
     def plan(self, buckets: Sequence[Bucket], *, device: torch.device) -> None:
-        """Allocates residuals for the buckets' parameters; keeps the values if the parameters are unchanged."""
+        """Allocates residuals for the buckets' parameters; keeps their values if the parameters are unchanged."""
         before = self._positions, self._row
         self._positions, total = gradient_space(buckets)
         wide = any(bucket.dtype is torch.float64 for bucket in buckets)
@@ -284,12 +287,12 @@ class Residuals:
         self._left = self._row.clone()
 
     def of(self, slot: Slot) -> torch.Tensor:
-        """Residual of one parameter at the start of the step, shape (slot.numel,); read-only."""
+        """Returns the residual of one parameter at the start of the step, shape (slot.numel,); read-only."""
         begin = self._positions[slot.parameter]
         return self._row[begin : begin + slot.numel]
 
     def left(self, slot: Slot) -> torch.Tensor:
-        """New residual of one parameter, shape (slot.numel,); must be written in every step."""
+        """Returns the new residual of one parameter, shape (slot.numel,). The caller must write it in every step."""
         begin = self._positions[slot.parameter]
         return self._left[begin : begin + slot.numel]
 
@@ -316,7 +319,10 @@ class Residuals:
         )]  # fmt: skip
 
     def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
-        """See `BucketReducer.rows_to_load`: this rank's row, or its share of the rows of another number of ranks."""
+        """See `BucketReducer.rows_to_load`.
+
+        Returns this rank's row; if the checkpoint was saved by another number of ranks, this rank's share of all rows.
+        """
         name = _saved_name(shapes)
         if name is None or len(shapes[name]) != 2:
             return {}
@@ -326,9 +332,10 @@ class Residuals:
         return {name: [range(*part_of(num_rows, part=self._rank, num_parts=self._num_ranks))]}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """Restores this rank's row. If the number of ranks differs, each takes the sum of its share of the rows.
+        """Restores this rank's residuals. Without saved residuals, all of them are 0.
 
-        So each residual is sent exactly once. Without saved residuals all start at 0.
+        If the checkpoint was saved by another number of ranks, the saved rows are divided over the ranks, and each rank
+        adds up its rows: so each saved residual is sent exactly once.
         Raises CheckpointError if the residuals are of another model.
         """
         self._row.zero_()
@@ -371,7 +378,10 @@ class NoFeedback:
 
 @final
 class CodecFeedback:
-    """Encoding errors of one carrier's part: of the slices that it sends to their owners, and of the sum that it owns.
+    """The encoding errors of one carrier's part of a chunk, which are added to the values of the next step.
+
+    A carrier is a rank that exchanges a part of a chunk with the other nodes (see `shared_buckets.py`). It keeps the
+    errors of the slices that it sends to their owners, and of the sum of the slice that it owns.
 
     The new errors of a step take effect when `end_step` reports that the step was applied. A step that was skipped
     (gradients not finite) changes nothing.
@@ -380,10 +390,13 @@ class CodecFeedback:
     def __init__(
         self, codec: Codec, *, numel: int, own: slice, num_gradients: int, dtype: torch.dtype
     ) -> None:
-        """numel: number of elements of the part. own: the slice of the part that this rank sums.
+        """Sets all errors to 0.
 
-        num_gradients: number of elements with error feedback, the first ones; after them are flags, which must not
-        affect later steps. dtype: dtype of the errors.
+        numel: number of elements of the part.
+        own: the slice of the part that this rank sums.
+        num_gradients: number of elements with error feedback, which come first in the part. The elements after them
+        are flags, which must not affect later steps.
+        dtype: dtype of the errors.
         """
         self._codec = codec
         self.own = own
@@ -393,9 +406,9 @@ class CodecFeedback:
         self._new = torch.zeros(numel, dtype=dtype)
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
-        """Encodes `values` plus their earlier error into `out`, and keeps the new error. Changes `values`.
+        """Encodes `values` plus their earlier errors into `out`, and keeps the new errors. Changes `values`.
 
-        first: their offset in the part.
+        first: offset of the values in the part.
         """
         place = slice(first, first + values.numel())
         values.add_(self.lost[place])
@@ -409,16 +422,19 @@ class CodecFeedback:
         self.encode(values, first=self.own.start, out=out)
 
     def add_to(self, values: torch.Tensor, *, first: int) -> None:
-        """Adds their earlier error to `values`, which are then sent without encoding and so have no new error.
+        """Adds the earlier errors of `values` to `values`, which are not encoded. So their new errors are 0.
 
-        first: their offset in the part.
+        first: offset of the values in the part.
         """
         place = slice(first, first + values.numel())
         values.add_(self.lost[place])
         self._new[place].zero_()
 
     def end_step(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step: the new errors take effect if it was `applied`. rescale: next loss scale / this one's."""
+        """Ends the step. If it was `applied`, the new errors replace the old ones.
+
+        rescale: the loss scale of the next step divided by that of this step; the errors are multiplied by it.
+        """
         if applied:
             self.lost, self._new = self._new, self.lost
         if rescale != 1:

@@ -1,4 +1,7 @@
-"""From the names in a recipe to a reducer and its updater: by name, by the next possible one, or by measurement."""
+"""Creates the reducer and the updater for the names in a recipe.
+
+If a named algorithm is not available, its fallback is used; `auto` chooses by measurements.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ from hpctrain.topology import Topology
 
 @final
 class LocalReducer(StepEnd):
-    """`BucketReducer` that does nothing; no value is rounded.
+    """`BucketReducer` for one rank: it does nothing, and no value is rounded.
 
     wire: the requested wire format, from which the updater derives the same defaults as with several ranks.
     """
@@ -103,9 +106,13 @@ _SHARED_SHARE = 0.8
 class ReducerMaker:
     """Makes the reducers of one run.
 
-    The constructor is collective over `world`. gradient_bytes: size of one rank's buckets, to check that a node's
-    shared memory can hold those of its ranks. nccl: Horovod's algorithm that is switched on. note: called with a text,
-    once for each, if another algorithm than the requested one is used.
+    The constructor is collective over `world`.
+
+    device: type of the device that holds the gradients, such as `cuda`.
+    gradient_bytes: size of one rank's buckets, to check that a node's shared memory can hold the buckets of its ranks.
+    nccl: Horovod's algorithm that is switched on in this process; None if there is none.
+    note: function that is called with a text for the user, for example if another algorithm than the requested one is
+    used. The same text is passed only once.
     """
 
     def __init__(
@@ -163,7 +170,7 @@ class ReducerMaker:
         return self._of_hpctrain(decision.algorithm, wire=wire)
 
     def make_sparse(self, wire: str, **options: Any) -> BucketReducer:
-        """Makes the reducer of a wire format that does not encode every value. Collective.
+        """Makes the reducer of a wire format that does not send every value, such as top-k. Collective.
 
         options: arguments of the reducer's class.
         """
@@ -173,10 +180,12 @@ class ReducerMaker:
         return reducer
 
     def make_zero(self, algorithm: str, *, wire: str) -> ZeroReducer:
-        """Makes the reducer of a sharded optimizer, in two levels or, with `direct`, in one. Collective.
+        """Makes the reducer of a sharded optimizer: in two levels or, for `direct`, in one level. Collective.
 
-        algorithm: a name, or `auto`; reports through `note` if it is another one. Raises UsageError on every rank for a
-        wire format that does not encode every value, and without messages.
+        Raises UsageError on every rank for a wire format without a codec, or if the backend has no point-to-point
+        messages.
+
+        algorithm: name of an algorithm, or `auto`. If another algorithm runs than the named one, `note` reports it.
         """
         check_wire(wire)
         if not encodes_every_value(wire):
@@ -221,7 +230,10 @@ class ReducerMaker:
         return self._topology if two_levels else one_rank_nodes(self._topology.num_ranks)
 
     def _of_library(self, algorithm: Algorithm, *, wire: str) -> CollectiveReducer:
-        """Makes a reducer that uses the reduction backend's operations and closes its world. Collective."""
+        """Makes a reducer that uses the operations of the reduction backend. Collective.
+
+        The reducer's `close` also closes the world of that backend.
+        """
         world = self._world.open_reduction_world()
         if algorithm is Algorithm.HIERARCHICAL_FLAT:
             levels = make_two_level(world, self._topology)
@@ -262,7 +274,10 @@ class ReducerMaker:
 
 
 def _fits_shared_memory(world: World, topology: Topology, *, gradient_bytes: int) -> bool:
-    """Returns True if every node's shared memory can hold its ranks' buckets; the same on every rank. Collective."""
+    """Returns True if the shared memory of every node can hold the buckets of its ranks. Collective.
+
+    Returns the same on every rank.
+    """
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
     # Emulated nodes share one machine's memory, so all ranks are counted there.
     most = max(len(ranks) for ranks in topology.ranks_by_node)
@@ -273,7 +288,13 @@ def _fits_shared_memory(world: World, topology: Topology, *, gradient_bytes: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReductionRequest:
-    """The requested reduction. `bucket_bytes`: None to choose it. `files`: where measurements are kept between runs."""
+    """The requested reduction.
+
+    algorithm: name of an algorithm, or `auto`.
+    wire: name of a wire format, or `auto`.
+    bucket_bytes: maximum size of a bucket's gradients, in bytes; None: it is chosen.
+    files: files in which measurements are kept between runs.
+    """
 
     algorithm: str = AUTO
     wire: str = "fp32"
@@ -289,19 +310,23 @@ class ReductionRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Reduction:
-    """A reducer, with how it was chosen. It is a `ZeroReducer` for a sharded optimizer.
+    """A reducer, and how it was chosen.
 
-    Its updater may replace a measured choice by that of a loaded checkpoint: see `MeasuredChoice`.
+    If measurements have chosen the reducer, the updater may replace it by the choice of a loaded checkpoint: see
+    `MeasuredChoice`.
 
     Attributes:
-        overlap: Whether it reduces during backward.
-        record: The choice and its measurements, as JSON.
-        oversubscribed: Whether there are more ranks than cores that they share.
-        is_measured: Whether measurements chose the algorithm or the wire format.
-        alternatives: What they could have chosen.
-        maker: What makes the reducers of these.
-        asked_bucket_bytes: The bucket size that was asked for.
-        note: Called with a text if the choice is replaced.
+        reducer: The reducer; a `ZeroReducer` for a sharded optimizer.
+        wire: Name of the wire format.
+        bucket_bytes: Maximum size of a bucket's gradients, in bytes.
+        overlap: True if buckets are reduced during backward.
+        oversubscribed: True if there are more ranks than cores.
+        record: The choice and its measurements, as JSON values.
+        is_measured: True if measurements chose the algorithm or the wire format.
+        alternatives: The candidates among which the measurements chose.
+        maker: The object that makes the reducers of `alternatives`; None if nothing was measured.
+        asked_bucket_bytes: The bucket size that the user asked for; None if it was chosen.
+        note: Function that is called with a text for the user if the choice is replaced.
     """
 
     reducer: BucketReducer | ZeroReducer
@@ -318,7 +343,7 @@ class Reduction:
 
     @property
     def algorithm(self) -> str:
-        """The algorithm that runs, with a note if `auto` has chosen it."""
+        """Name of the algorithm that runs, after `auto: ` if measurements have chosen the reduction."""
         return f"auto: {self.reducer.algorithm}" if self.is_measured else self.reducer.algorithm
 
     def updater(
@@ -332,8 +357,11 @@ class Reduction:
     ) -> AllReduceUpdater | ZeroUpdater | SparseUpdater:
         """Returns an updater that uses this reducer. Collective.
 
-        An optimizer that takes sparse gradients gets an updater that gathers them instead. comm: the communicator of
-        all ranks. model: the model whose parameters the optimizer steps.
+        For an optimizer that takes only sparse gradients, it returns an updater that gathers gradients and does not use
+        the reducer.
+
+        comm: the communicator of all ranks.
+        model: the model whose parameters the optimizer steps.
         """
         if takes_sparse_gradients(optimizer):
             return SparseUpdater(
@@ -389,7 +417,7 @@ class Reduction:
 
     @property
     def by_library(self) -> bool:
-        """True if the buckets are reduced by the all-reduce of the run's reduction backend."""
+        """True if the algorithm uses the operations of the run's reduction backend."""
         return any(algorithm.value == self.reducer.algorithm for algorithm in LIBRARY_ALGORITHMS)
 
 
@@ -407,18 +435,19 @@ def make_reduction(
     nccl: Algorithm | None = None,
     note: Callable[[str], None],
 ) -> Reduction:
-    """Creates the reducer that `plan` requests, or the closest possible one, which `note` reports. Collective.
+    """Creates the reducer that `plan` requests or, if it is not available, its fallback. Collective.
 
-    With `auto`, measures for at most two seconds unless a file has the result.
+    With `auto`, measures for at most two seconds, unless a file has the result.
 
     Args:
-        gradient_bytes: The size of one rank's gradients.
-        shard: What is sharded, for a `ZeroUpdater`.
-        overlap: Whether reductions run during backward.
-        spare_core: Whether each rank has a core that its threads leave free.
-        oversubscribed: Whether there are more ranks than cores; `auto` then measures reductions during computation, if
-            they overlap.
-        nccl: The NCCL algorithm that Horovod uses.
+        gradient_bytes: The size of one rank's gradients, in bytes.
+        shard: What is sharded. Unless it is "none", the reducer is one for a `ZeroUpdater`.
+        overlap: True if reductions run during backward.
+        spare_core: True if each rank has a core that its threads leave free.
+        oversubscribed: True if there are more ranks than cores. If also `overlap` is True, `auto` measures reductions
+            during computation.
+        nccl: The NCCL algorithm that Horovod uses; None if there is none.
+        note: Function that is called with a text for the user, for example about a fallback.
     """
     maker = ReducerMaker(
         world, topology=topology, device=device.type, gradient_bytes=gradient_bytes, nccl=nccl, note=note
@@ -490,13 +519,13 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 def check_for_layouts(
     optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], *, model: torch.nn.Module
 ) -> None:
-    """Raises UsageError if the optimizer cannot step a model that is split in this way. Not collective."""
+    """Raises UsageError if the optimizer cannot step a model that is split in these ways. Not collective."""
     for layout in layouts or ("none",):
         check_optimizer(optimizer, layout=layout, model=model)
 
 
 def layouts_of(model: torch.nn.Module, *, num_ranks: int) -> list[Layout]:
-    """Returns how `model` is split over the ranks; [] if each rank has a whole copy."""
+    """Returns the ways in which `model` is split over the ranks; [] if each rank has a whole copy."""
     shard, found = shard_of(model), list[Layout]()
     if split_of(model) is not None:
         found.append("tensor")

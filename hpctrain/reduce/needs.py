@@ -1,9 +1,7 @@
-"""What a rank needs to reduce the gradients of a step: memory and traffic, by formulas. Pure.
+"""Computes the memory and the messages that a rank needs to reduce the gradients of a step. Pure.
 
-E: bytes of the buckets; w: the wire's share of them; N ranks on C nodes, R on the smallest.
-
-`reduction_needs` is of whole gradients on every rank, `scatter_needs` of a sharded optimizer, `sharded_sum` of sharded
-parameters.
+`reduction_needs` is for runs in which every rank has all gradients, `scatter_needs` for a sharded optimizer, and
+`sharded_sum` for sharded parameters.
 """
 
 from __future__ import annotations
@@ -45,11 +43,14 @@ _UNITS_OF_A_BUCKET = 4
 class ReductionNeeds:
     """Memory and messages that the reductions of a step need on one rank, in bytes.
 
-    algorithm: the algorithm that runs. buckets: the gradients, with gaps and flags. spare: memory for other buckets of
-    the same gradients, which ranks that share memory have in addition. wire: at most, copies in the wire format and
-    messages being sent. residuals: memory of error feedback. sent: messages to other ranks per step, as the mean over
-    the ranks, without what ranks of a node read from each other's memory. sent_between_nodes: the part of `sent` that
-    goes to other nodes.
+    algorithm: the algorithm that runs.
+    buckets: memory of the buckets: gradients, gaps and flags.
+    spare: additional memory of ranks that share memory, so that the same gradients can be divided into other buckets.
+    wire: largest memory of copies in the wire format and of messages in flight.
+    residuals: memory of error feedback.
+    sent: bytes sent to other ranks per step, as the mean over the ranks. Bytes that the ranks of a node read from each
+    other's memory do not count.
+    sent_between_nodes: the part of `sent` that goes to other nodes.
     """
 
     algorithm: Algorithm
@@ -64,7 +65,7 @@ class ReductionNeeds:
 def reduction_needs(
     buckets: Sequence[Bucket], *, algorithm: Algorithm, wire: str, capabilities: Capabilities
 ) -> ReductionNeeds:
-    """Returns what `algorithm`, or what runs instead of it, needs for `buckets`.
+    """Returns what `algorithm`, or the algorithm that is its fallback, needs for `buckets`.
 
     wire: a wire format other than `auto`. If it sends everything in the first steps, the result is for the later steps.
     """
@@ -151,11 +152,15 @@ def scatter_needs(
     bucket_bytes: int,
     capabilities: Capabilities,
 ) -> ReductionNeeds:
-    """Returns what a `ZeroUpdater` needs for `buckets`, without its share of the sums.
+    """Returns what a `ZeroUpdater` needs for `buckets`, without the memory for its share of the sums.
 
-    The result's `buckets` is the memory in which gradients wait for their reduction. keeps_gradients: True: memory for
-    all gradients (ZeRO-1); False: for a few units (ZeRO-2). parameter_bytes: size of the parameters that are gathered.
-    algorithm: a name or `auto`. wire: a wire format that encodes every value.
+    In the result, `buckets` is the memory in which gradients wait for their reduction.
+
+    keeps_gradients: True if there is memory for all gradients (ZeRO-1); False if only for a few units (ZeRO-2).
+    parameter_bytes: size of the parameters that are gathered, in bytes.
+    algorithm: name of an algorithm, or `auto`.
+    wire: a wire format that encodes every value.
+    bucket_bytes: maximum size of a bucket's gradients, in bytes.
     """
     topology = capabilities.topology
     num_ranks = topology.num_ranks
@@ -204,13 +209,17 @@ def _gradient_bytes(bucket: Bucket) -> int:
 
 
 def _unit_bytes(bucket: Bucket, *, unit_bytes: int) -> list[int]:
-    """Returns the bytes of the units of a bucket; see `BucketDivision`."""
+    """Returns the size of each unit of a bucket, in bytes; see `BucketDivision`."""
     num_units = max(1, -(-_gradient_bytes(bucket) // unit_bytes))
     return [-(-_gradient_bytes(bucket) // num_units)] * num_units
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends, as the mean over the ranks: all of them, and those to other nodes."""
+    """Bytes that a rank sends, as the mean over the ranks.
+
+    total: bytes sent to all ranks.
+    between_nodes: bytes sent to ranks of other nodes.
+    """
 
     total: float
     between_nodes: float
@@ -225,9 +234,11 @@ def all_sent(*parts: Sent) -> Sent:
 
 
 def gathered_in_a_ring(num_bytes: float, *, ranks: Sequence[int], topology: Topology) -> Sent:
-    """Returns the bytes sent by gathering a tensor of `num_bytes` from equal parts on `ranks`, or by a reduce-scatter.
+    """Returns the bytes that an all-gather or a reduce-scatter over `ranks` sends, computed for a ring.
 
     In a ring over the ranks in order, one rank of each node sends to another node.
+
+    num_bytes: size of the whole tensor, of which each rank holds an equal part.
     """
     sent = num_bytes * (len(ranks) - 1) / len(ranks)
     num_nodes = len({topology.node_of(rank) for rank in ranks})
@@ -245,9 +256,12 @@ def sharded_sum(
 ) -> Sent:
     """Returns the bytes sent by a sum of gradients of which each rank keeps a part; see `reduce_gradients_by`.
 
-    num_bytes: size of the gradients. algorithm: `auto`, `direct` or `hierarchical`. wire: a wire format that encodes
-    every value. within: `world`: each rank keeps a part; `node`: the ranks of each node keep all parts, and the nodes'
-    sums are added up.
+    num_bytes: size of the gradients, in bytes.
+    algorithm: `auto`, `direct` or `hierarchical`.
+    wire: a wire format that encodes every value.
+    within: `world`: all ranks together keep one copy of the sums, each rank a part. `node`: the ranks of each node
+    together keep a copy of the sums, which are then added up over the nodes.
+    itemsize: bytes of one gradient element, 4 or 8.
     """
     num_ranks, num_nodes = topology.num_ranks, topology.num_nodes
     encoded = num_bytes
@@ -268,10 +282,13 @@ def sharded_sum(
 
 
 def _under_way(buckets: Sequence[Bucket], *, wire: str, peers: int, carriers: int) -> int:
-    """Returns the most bytes of messages of `TransportReducer`: of the chunks in flight of the largest buckets.
+    """Returns the largest memory that a `TransportReducer` needs for messages, in bytes.
 
-    A chunk is encoded for all peers but one, and arrives twice from them: as their parts of the own slice, and as the
-    sums of theirs.
+    This is the memory for the chunks in flight of the largest buckets. A rank encodes a chunk for each other peer. From
+    each other peer it receives that peer's values of this rank's slice, and later the sum of that peer's slice.
+
+    peers: number of ranks that exchange a chunk, one per node in two levels.
+    carriers: number of ranks of a node that share the chunks.
     """
     codec, found = codec_named(wire), []
     for bucket in buckets:

@@ -1,11 +1,12 @@
-"""Table of the wire formats: what gradients are encoded as when they are sent, and every fact about each format.
+"""Table of the wire formats, in which gradients are encoded when they are sent, with the properties of each format.
 
-To add one: an entry of `_TABLE`, and what the entry names, a `Codec` (`codecs.py`) or a reducer
-(`collective_reducers/`). A package of a site adds one by an entry point of the group `hpctrain.wire_formats`: its name
-is that of the format, and it refers to a `hpctrain.WireFormat`. Entry points are looked up when a name is asked for
-that the table does not have, or when all names are listed; a module is imported when its format is asked for.
+To add a format, add an entry to `_TABLE`, and write the `Codec` (`codecs.py`) or the reducer (`collective_reducers/`)
+that the entry names. Another package adds a format by an entry point of the group `hpctrain.wire_formats`. The entry
+point has the name of the format, and refers to a `hpctrain.WireFormat`. Entry points are looked up when a name is
+requested that the table does not have, or when all names are listed. The module of an entry point is imported when its
+format is requested.
 
-Does not load torch, as recipes and predictions read the table too.
+This module does not load torch, because recipes and predictions read the table too.
 """
 
 from __future__ import annotations
@@ -32,28 +33,32 @@ MOST_ROUNDINGS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat:
-    """Facts about one wire format: what gradients are encoded as when they are sent.
+    """One wire format, in which gradients are encoded when they are sent, and its properties.
 
     Args:
         name: The name in the recipe.
-        description: For the recipe's reference, after the name.
-        codec: `module:name` of what is called without arguments and returns the format's codec, which encodes every
-            value (`hpctrain.testing.CodecContract` checks one). None: `reducer` is given instead.
+        description: Text that follows the name in the reference of recipes.
+        codec: `module:name` of a class or function that is called without arguments and returns the format's codec,
+            which encodes every value (`hpctrain.testing.CodecContract` tests a codec). None: `reducer` is given
+            instead.
         reducer: `module:name` of a class such as `TopKReducer`: a `BucketReducer` that is made from a communicator,
-            with `topology` and `start_step`, and has the function `needs(buckets, num_ranks=...)`.
+            with `topology` and `start_step`, and has the function `needs(buckets, num_ranks=...)`. None: `codec` is
+            given instead.
         bytes_per_element: Encoded bytes per float32 value, with its share of the scales. None: they depend on the
             gradients.
         roundings: Place in the order of exactness: 0 if values arrive unchanged, larger for a format that rounds more.
-        needs_feedback: What is not sent in a step is added to the gradients of the next step (error feedback).
-        loss_scale: First value of the moving loss scale that the format's range needs. None: it needs none.
-        library_dtype: torch's name of the dtype in which a backend's own operation can carry the values; `own`: the
-            dtype of the bucket. None: it cannot carry them.
-        summed: Algorithms that use the backends' own operations are offered. False: other algorithms run in their
-            place, which exchange bytes and sum them in hpctrain.
-        tried_by_auto: `wire = "auto"` measures it. Only for formats of hpctrain's table.
-        smaller: Name of the format with the next fewer bytes, which a report recommends.
-        price: What is lost with this format, in words. A prediction names it where it recommends the format. Empty: it
-            recommends the format never. Only for formats of hpctrain's table.
+        needs_feedback: True if the part of the gradients that is not sent in a step is added to the gradients of the
+            next step (error feedback).
+        loss_scale: First value of the dynamic loss scale that the format needs because of its range. None: the format
+            needs no loss scale.
+        library_dtype: torch's name of the dtype in which a backend's own operation can send the values; `own`: the
+            dtype of the bucket. None: no backend's own operation can send them.
+        summed: True if algorithms that use the backends' own operations are available for the format. False: their
+            fallbacks run, which exchange bytes and sum in hpctrain.
+        tried_by_auto: True if `wire = "auto"` measures the format. Only for formats of hpctrain's table.
+        smaller: Name of the format with the next fewer bytes, which a report recommends; None if there is none.
+        price: The loss of precision with this format, in words, which a prediction states where it recommends the
+            format. Empty: predictions never recommend the format. Only for formats of hpctrain's table.
     """
 
     name: str
@@ -79,7 +84,7 @@ class WireFormat:
             )
 
     def imported(self) -> Any:
-        """Imports and returns what `codec` or `reducer` names."""
+        """Imports and returns the object that `codec` or `reducer` names."""
         return resolve_name(self.codec or self.reducer or "")
 
 
@@ -122,7 +127,7 @@ AUTO_WIRES = tuple(entry.name for entry in _TABLE if entry.tried_by_auto)
 
 @lru_cache(maxsize=1)
 def _of_sites() -> Mapping[str, EntryPoint]:
-    """Returns the entry points by name, without importing them."""
+    """Returns the entry points of wire formats by name, without importing them."""
     from importlib.metadata import entry_points
 
     return {point.name: point for point in entry_points(group=GROUP)}
@@ -143,7 +148,7 @@ def _imported(point: EntryPoint) -> WireFormat:
 def find_wire(name: str | None) -> WireFormat | None:
     """Returns the wire format of this name; None if there is none.
 
-    Raises UsageError for one of a site that cannot be imported.
+    Raises UsageError if the entry point of this name cannot be imported.
     """
     if name is None or name in WIRE_FORMATS:
         return WIRE_FORMATS.get(name or "")
@@ -165,7 +170,7 @@ def check_wire(name: str) -> None:
 
 
 def wire_names() -> tuple[str, ...]:
-    """Returns the names of all wire formats, also of sites, and `auto` before them."""
+    """Returns `auto`, and the names of all wire formats, including those of entry points."""
     return tuple(dict.fromkeys((AUTO, *WIRE_FORMATS, *_of_sites())))
 
 
@@ -182,13 +187,16 @@ def needs_feedback(name: str | None) -> bool:
 
 
 def roundings(name: str) -> int:
-    """Returns the place of a wire format in the order of exactness; larger means more rounding."""
+    """Returns the place of a wire format in the order of exactness: 0 means no rounding, a larger number means more."""
     found = find_wire(name)
     return MOST_ROUNDINGS if found is None else found.roundings
 
 
 def share_of_float32(name: str) -> float | None:
-    """Returns encoded bytes per byte of float32; None for an unknown name, and if they depend on the gradients."""
+    """Returns encoded bytes per byte of float32 values.
+
+    Returns None for an unknown name, and for a format whose encoded bytes depend on the gradients.
+    """
     found = find_wire(name)
     if found is None or found.bytes_per_element is None:
         return None
@@ -196,6 +204,6 @@ def share_of_float32(name: str) -> float | None:
 
 
 def listed_wires(names: Sequence[str], *, mark: str = "") -> str:
-    """Returns the names as text, such as `a, b or c`. mark: put before and after each name."""
+    """Returns the names as text, such as `a, b or c`. mark: text to put before and after each name."""
     *most, last = (f"{mark}{name}{mark}" for name in names)
     return f"{', '.join(most)} or {last}" if most else last

@@ -1,6 +1,6 @@
-"""Measures the nodes: the links between them, and each rank's memory and arithmetic.
+"""Measures the links between nodes, and the speed of each rank's memory and arithmetic.
 
-`LinkWatch` decides during a run when the links are measured, and which of them are named as slow.
+During a run, `LinkWatch` decides when the links are measured, and which links are named as slow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PairSpeed:
 
 
 def partner_of(node: int, *, number: int, num_nodes: int) -> int | None:
-    """Returns the partner of `node` in round `number`; None if it has none in this round. Pure.
+    """Returns the node with which `node` is measured in round `number`; None if it has no partner in this round. Pure.
 
     In the rounds 0 to num_rounds - 1, every two nodes are partners exactly once (the circle method of tournaments).
     """
@@ -65,12 +65,12 @@ def partner_of(node: int, *, number: int, num_nodes: int) -> int | None:
 
 
 def num_rounds(num_nodes: int) -> int:
-    """Returns the number of rounds after which all pairs have met."""
+    """Returns the number of rounds after which every two nodes have been partners."""
     return num_nodes + num_nodes % 2 - 1
 
 
 def chosen_rounds(num_nodes: int, *, at_most: int | None) -> Sequence[int]:
-    """Returns the numbers of the rounds to measure: all, or `at_most` of them, evenly spread. Pure."""
+    """Returns the indices of the rounds to measure: all, or `at_most` of them, evenly spread. Pure."""
     total = num_rounds(num_nodes)
     if at_most is None or total <= at_most:
         return range(total)
@@ -78,12 +78,12 @@ def chosen_rounds(num_nodes: int, *, at_most: int | None) -> Sequence[int]:
 
 
 def measure_pair(transport: Transport, *, peer: int, num_bytes: int) -> PairSpeed:
-    """Returns the speed between this rank and rank `peer`, which must call this too; both get the same result.
+    """Returns the speed between this rank and rank `peer`. Both ranks must call it, and get the same result.
 
-    A message travels there and back before the next one is sent, so that no buffer on the way can hide the rate of the
-    link. The fastest of a few trials counts.
+    A message is sent back before the next message is sent, so that no buffer on the way can hide the rate of the link.
+    The result is the fastest of a few trials.
 
-    num_bytes: size of a large message.
+    num_bytes: size of a large message, in bytes.
     """
     small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8)
     large = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -118,7 +118,7 @@ def _round_trip_s(transport: Transport, buffer: torch.Tensor, *, peer: int) -> f
 
 
 def _swap(transport: Transport, buffer: torch.Tensor, *, peer: int, begins: bool) -> None:
-    """Sends `buffer` to the other rank and back. begins: True on the rank that sends first."""
+    """Sends `buffer` to the rank `peer` and back. begins: True on the rank that sends first."""
     for send in (begins, not begins):
         if send:
             send_message(transport, buffer, to=peer, what=_WAIT)
@@ -143,8 +143,8 @@ _PRODUCTS = 7
 class Links:
     """The links of all nodes.
 
-    nodes: link of each node.
-    pairs: pairs of nodes that are slower than the links of both.
+    nodes: the link of each node.
+    pairs: pairs of nodes between which messages are slower than is usual for both nodes.
     seconds: duration of the measurement.
     """
 
@@ -156,10 +156,11 @@ class Links:
 def measure_links(world: World, topology: Topology, *, thorough: bool) -> Links | None:
     """Measures the links between the first ranks of all nodes. Collective; no rank may send anything else meanwhile.
 
-    thorough: True to measure all pairs, with large messages; False: each node with at most QUICK_ROUNDS others.
+    Returns the same result on every rank; None if there is only one node, or if the backend has no point-to-point
+    messages. Each rank receives 32 bytes per node.
 
-    Returns the same result on every rank; None for a single node, or if the backend has no point-to-point messages.
-    Each rank receives 32 bytes per node.
+    thorough: True to measure all pairs of nodes, with large messages. False to measure each node with at most
+    QUICK_ROUNDS other nodes.
     """
     if topology.num_nodes == 1:
         return None
@@ -199,7 +200,8 @@ def _measure_partners(transport: Transport, topology: Topology, *, thorough: boo
 def _gather(world: World, topology: Topology, speeds: dict[int, PairSpeed]) -> list[NodeLink]:
     """Returns the link of every node. Collective.
 
-    speeds: speeds of this node's pairs; empty if this rank is not the first of its node.
+    speeds: measured speeds between this node and other nodes, by the index of the other node; empty if this rank is not
+    the first rank of its node.
     """
     mine = torch.empty(0, dtype=torch.float64)
     if topology.local_rank_of(world.rank) == 0:
@@ -232,7 +234,10 @@ def _gather(world: World, topology: Topology, speeds: dict[int, PairSpeed]) -> l
 def _slow_pairs(
     speeds: dict[int, PairSpeed], *, node: int, links: list[NodeLink]
 ) -> list[tuple[int, int, float]]:
-    """Returns the pairs of this node that are slower than both nodes are with most others."""
+    """Returns the slow pairs of this node, each as (this node, other node, bytes per second).
+
+    A pair is slow if messages between the two nodes are slower than those between each of them and most other nodes.
+    """
     return [
         (node, partner, speed.bytes_per_s)
         for partner, speed in speeds.items()
@@ -244,8 +249,8 @@ def _slow_pairs(
 def measure_ranks(world: World, *, device: torch.device) -> RankSpeeds:
     """Measures memory and arithmetic of every rank's device, on all ranks at the same time, as in training.
 
-    Collective. The median of a few trials counts: a rank that shares its core with another process is slow in all of
-    them. Each rank receives 16 bytes per rank.
+    Collective. The result is the median of a few trials: a rank that shares its core with another process is slow in
+    all of them. Each rank receives 16 bytes per rank.
     """
     world.barrier()
     began = time.perf_counter()
@@ -264,7 +269,7 @@ def measure_ranks(world: World, *, device: torch.device) -> RankSpeeds:
 
 
 def _median_s(work: Callable[[], object], *, device: torch.device, trials: int) -> float:
-    """Returns the median time of `work`, after one call that is not timed."""
+    """Returns the median time of `trials` calls of `work`, in seconds, after one call that is not timed."""
     seconds = []
     for _ in range(trials + 1):
         began = time.perf_counter()
@@ -283,13 +288,14 @@ _MOST_WINDOWS = 60
 
 @final
 class LinkWatch:
-    """Asks for probes of the links (`wants_probe`) and judges them (`probed`) during a run. Pure.
+    """Decides during a run when to probe the links (`wants_probe`), and which links are slow (`probed`). Pure.
 
-    A slow link delays the reduction on all ranks by the same time, so no rank's own work shows it. The communication
-    floor does: the time that even the last rank to arrive waits. When the floor has risen, a short probe finds the
-    slow link, if it is a link at all. A link is named when two consecutive probes have found it.
+    A probe is a measurement of the links. A slow link delays the reduction on all ranks by the same time, so it does
+    not show in the work of any rank. It shows in the communication floor: the time for which even the last rank to
+    arrive waits for the reduction. When the floor has risen, a short probe finds out whether a link is slow, and which
+    one. A link is named when two consecutive probes have found it.
 
-    before: links at the start of the run; None: the probe in the first window measures them.
+    before: links as measured at the start of the run; None: the probe in the first window measures them.
     """
 
     def __init__(
@@ -312,9 +318,10 @@ class LinkWatch:
         return list(self._named.values())
 
     def wants_probe(self, *, floor_s: float, step_s: float) -> bool:
-        """Judges a window of steps. Returns True if the links should be measured now.
+        """Takes the times of a window of steps. Returns True if the links should be measured now.
 
-        floor_s, step_s: communication floor and duration of a step in this window, in seconds.
+        floor_s: communication floor in this window, in seconds per step.
+        step_s: duration of a step in this window, in seconds.
         """
         self._floor_s, self._step_s = floor_s, step_s
         if self._before is None or self._suspected:
@@ -329,7 +336,10 @@ class LinkWatch:
         return self._streak >= self._needed
 
     def probed(self, links: Links) -> list[Change]:
-        """Judges a probe made in the window that `wants_probe` saw last. Returns what has changed."""
+        """Takes the result of a probe. Returns the changes: links that have become slow, or are no longer slow.
+
+        The probe must follow the call of `wants_probe` that requested it.
+        """
         found = {
             finding.nodes: finding
             for finding in slow_links(

@@ -48,7 +48,7 @@ class NodeLink:
     bytes_per_s: median bandwidth over the partner nodes.
     latency_s: median latency over the partner nodes, in seconds.
     slowest_partner: index of the partner node with the lowest bandwidth.
-    slowest_bytes_per_s: bandwidth with that partner.
+    slowest_bytes_per_s: bandwidth between the node and that partner.
     """
 
     bytes_per_s: float
@@ -61,7 +61,7 @@ class NodeLink:
 class RankSpeeds:
     """Speeds of all ranks, as arrays of shape (ranks,).
 
-    memory_bytes_per_s: bytes read and written per second by a copy.
+    memory_bytes_per_s: bytes that a copy reads and writes per second.
     flop_per_s: floating-point operations per second in a float32 matrix product.
     seconds: duration of the measurement.
     """
@@ -73,7 +73,7 @@ class RankSpeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowPair:
-    """Two nodes between which messages are slower than between each of them and most others."""
+    """Two nodes between which messages are slower than between each of them and most other nodes."""
 
     nodes: tuple[int, int]
     bytes_per_s: float
@@ -83,12 +83,13 @@ class SlowPair:
 class ProbeFinding:
     """Nodes or ranks that are slower than usual.
 
-    quantity: what is slow.
-    nodes: one node: the node itself; two: the link between them; more: most of the nodes.
-    ranks: ranks on these nodes, or the slow ranks.
+    quantity: the quantity that is worse than usual.
+    nodes: names of nodes. One: the link of this node is slow, or ranks on it; two: the link between them is slow; more:
+    the links of most nodes are slow.
+    ranks: all ranks on these nodes or, for memory and arithmetic, the slow ranks.
     value: measured value.
-    usual: usual value: the median of the nodes or ranks.
-    before: True if `usual` was measured earlier in the run instead.
+    usual: usual value: the median of the nodes or ranks or, if `before`, the value earlier in the run.
+    before: True if `usual` was measured earlier in the run.
     """
 
     quantity: Quantity
@@ -131,8 +132,10 @@ def slow_links(
 ) -> list[ProbeFinding]:
     """Returns the slow links between nodes.
 
-    before: earlier measurement of the same nodes. With it, a link is also slow if it was at least twice as fast
-    before; with two nodes, this is the only criterion that can be met.
+    links: the link of each node.
+    pairs: the slow pairs of nodes.
+    before: earlier measurement of the same nodes; None if there is none. If it is given, a link is also slow if its
+    bandwidth has dropped to less than half of the earlier value. With two nodes, no other criterion can be met.
     """
     rates = [link.bytes_per_s for link in links]
     latencies = [link.latency_s for link in links]
@@ -166,7 +169,10 @@ def slow_links(
 
 
 def slow_speeds(values: NDArray[np.float64], *, quantity: Quantity, topology: Topology) -> list[ProbeFinding]:
-    """Returns the ranks whose memory or arithmetic is slower than the median of the ranks. values: shape (ranks,)."""
+    """Returns the ranks whose memory or arithmetic is clearly slower than the median of the ranks, grouped by node.
+
+    values: speed of each rank, shape (ranks,).
+    """
     usual = float(statistics.median_high(values.tolist()))
     found: dict[int, list[int]] = {}
     for rank in np.flatnonzero(values < SLOW_RANK_SHARE * usual).tolist():
@@ -206,9 +212,9 @@ def document(
 ) -> dict[str, Any]:
     """Returns the JSON document of a probe, with one entry per node.
 
-    Its `slow_nodes` are the nodes that a finding names alone, so that a run can leave them out.
+    Its `slow_nodes` lists each node that is the only node of a finding, so that a run can leave these nodes out.
 
-    about: further keys, such as the time.
+    about: additional entries of the document, such as the time.
     """
     nodes = []
     for number, (name, members) in enumerate(zip(topology.node_names, topology.ranks_by_node, strict=True)):

@@ -1,14 +1,14 @@
-"""Finds slow ranks from the numbers of all ranks in successive windows of steps. Pure.
+"""Finds slow ranks from the step times of all ranks in successive windows of steps. Pure.
 
 In synchronous training every rank's step takes as long as the slowest rank's own work, so step durations do not show
-which rank is slow. A rank's own work does: input, compute and other, that is, everything before it waits for other
-ranks.
+which rank is slow. A rank's own work shows it: input, compute and other, which is everything before the rank waits for
+other ranks.
 
-A rank stands out in a window if its own work exceeds the median of the ranks by three limits: a share of the step,
-several robust deviations between the ranks, and as many deviations of the same rank from window to window. It is named
-if it stands out in several consecutive windows: so many that chance, at the rate at which windows of this run have
-stood out so far, names a rank once in a hundred days. It is no longer slow if its excess is below half of the limit in
-several consecutive windows.
+A rank stands out in a window if its own work exceeds the median of the ranks by at least the largest of three limits: a
+share of the step, several robust standard deviations between the ranks, and as many standard deviations of a rank from
+window to window. A rank is named as slow if it stands out in several consecutive windows. Their number is chosen so
+that chance alone names a rank once in a hundred days, at the rate at which ranks have stood out in this run so far. The
+rank is no longer slow if its excess is below half of the limit in several consecutive windows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_LINES = 8
 
 
 class SlowCause(Enum):
-    """Probable cause of slowness. OTHER: work outside of input, compute and saving, such as writing records."""
+    """The probable cause of slowness. OTHER: work other than input, compute and saving, such as writing records."""
 
     INPUT = "input"
     COMPUTE = "compute"
@@ -44,12 +44,18 @@ class SlowCause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slow:
-    """Ranks of one node that are slower than the others, or slow links of one node, between two nodes, or of all.
+    """Slow ranks of one node, or slow links between nodes.
 
-    value, usual: value here, and median of all ranks: seconds per step that the cause takes (for checkpoints, seconds
-    per save). For the network: bytes per second here, and the median of the nodes or, if `before`, the value earlier
-    in the run.
-    wait_s: seconds that the other ranks wait in each step; 0 if unknown.
+    ranks: the slow ranks; for the network, all ranks on `nodes`.
+    nodes: names of the nodes. For the network, one: its link to the other nodes; two: the link between them; more: most
+    nodes.
+    cause: the probable cause.
+    value: seconds per step that the cause takes on these ranks; for checkpoints, seconds per save; for the network,
+    bytes per second.
+    usual: the usual value: the median of the ranks; for the network, the median of the nodes or, if `before`, the
+    value earlier in the run.
+    wait_s: seconds per step that the other ranks wait; 0 if unknown.
+    before: True if `usual` was measured earlier in the run.
     """
 
     ranks: tuple[int, ...]
@@ -65,7 +71,10 @@ class Slow:
         return self.ranks, self.cause
 
     def describe(self, *, over: str) -> str:
-        """Returns the line for the user. over: the steps or saves that were compared, such as `the last 200 steps`."""
+        """Returns the line for the user.
+
+        over: text that names the steps or saves that were compared, such as `the last 200 steps`.
+        """
         if self.cause is SlowCause.NETWORK:
             usual = "it was" if self.before else "the median of the nodes is"
             found = (
@@ -103,7 +112,7 @@ class Change:
 
 
 def lines_of(changes: Sequence[Change], *, over: str) -> list[str]:
-    """Returns the lines for the user: at most MOST_LINES, and one that counts the remaining changes."""
+    """Returns the lines for the user: one per change, at most MOST_LINES, and a line that counts the other changes."""
     lines = [c.slow.describe_end() if c.ended else c.slow.describe(over=over) for c in changes[:MOST_LINES]]
     if len(changes) > MOST_LINES:
         lines.append(f"{len(changes) - MOST_LINES} more of such changes are in the records only")
@@ -139,11 +148,11 @@ _NUM_PER_STEP = SAVE
 
 @final
 class WindowTimes:
-    """Collects this rank's steps in a window, until `take` is called.
+    """Collects the times of this rank's steps in a window, until `take` is called.
 
-    A time is the median of the means over NUM_PARTS successive parts of the window (median of means: Lugosi and
-    Mendelson 2019, arXiv:1906.04280). So one or two slow steps do not count, but waits for data that occur in every
-    tenth step do.
+    A time of the window is computed as the median of the means over NUM_PARTS successive parts of the window (median of
+    means: Lugosi and Mendelson 2019, arXiv:1906.04280). So one or two slow steps have no effect, but waits for data in
+    every tenth step do.
     """
 
     def __init__(self) -> None:
@@ -155,7 +164,11 @@ class WindowTimes:
         return len(self._steps) // _NUM_PER_STEP
 
     def add(self, seconds: Mapping[str, float], *, samples: int) -> None:
-        """Adds a step. seconds: result of `StepClock.lap`. samples: number of this rank's samples."""
+        """Adds a step.
+
+        seconds: the seconds of the step by name, from `StepClock.lap`.
+        samples: number of this rank's samples in the step.
+        """
         step = seconds["step"] - seconds["evaluation"]
         own = (seconds["input"], seconds["compute"] + seconds.get("bubble", 0.0), seconds["other"])
         self._steps.extend((*own, seconds["exposed_sync"], step, samples))
@@ -163,7 +176,10 @@ class WindowTimes:
             self._saves.append(seconds["own_write"])
 
     def take(self) -> NDArray[np.float32]:
-        """Returns the numbers of the window, shape (len(COLUMNS),), and starts the next. Needs at least one step."""
+        """Returns the numbers of the window, shape (len(COLUMNS),), and starts the next window.
+
+        At least one step must have been added.
+        """
         steps = np.array(self._steps, dtype=np.float64).reshape(-1, _NUM_PER_STEP)
         parts = np.array_split(steps, min(NUM_PARTS, len(steps)))
         numbers = np.full(len(COLUMNS), np.nan, dtype=np.float32)
@@ -206,8 +222,8 @@ LEAST_SAVE_EXCESS_S = 0.2
 class SlowRankLimits:
     """Limits for naming slow ranks.
 
-    min_excess: smallest excess of a rank's own work over the median of the ranks, as a share of the step.
-    windows: smallest number of consecutive windows.
+    min_excess: smallest excess of a rank's own work over the median of the ranks, as a fraction of the step.
+    windows: smallest number of consecutive windows in which a rank must stand out.
     """
 
     min_excess: float = 0.1
@@ -215,20 +231,21 @@ class SlowRankLimits:
 
 
 def lower_median(values: Numbers) -> Numbers:
-    """Returns the median along the first axis; for an even number of values, the lower of the two in the middle.
+    """Returns the median along the first axis; for an even number of values, the lower of the two middle values.
 
-    So with two ranks, the faster one defines what is usual.
+    So with two ranks, the time of the faster rank is the usual one.
     """
     middle: Numbers = np.partition(values, (len(values) - 1) // 2, axis=0)[(len(values) - 1) // 2]
     return middle
 
 
 def own_work(numbers: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns each rank's own work per step, and the usual value, both in seconds, shape (ranks, NUM_OWN).
+    """Returns each rank's own work per step, and the usual own work, both in seconds, shape (ranks, NUM_OWN).
 
-    The usual value is the median of the ranks; a rank with more samples than others may compute longer in proportion.
+    The usual own work is the median of the ranks. For a rank with more samples than the median, the usual time of
+    computation is larger in proportion.
 
-    numbers: numbers of all ranks, shape (ranks, columns).
+    numbers: numbers of all ranks, shape (ranks, len(COLUMNS)).
     """
     own = numbers[:, :NUM_OWN]
     samples = numbers[:, SAMPLES]
@@ -238,18 +255,20 @@ def own_work(numbers: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def deviations_for(num_ranks: int) -> float:
-    """Returns the number of deviations that is significant: the largest of n normal numbers is about sqrt(2 ln n)."""
+    """Returns how many standard deviations are significant: the largest of n normal numbers is about sqrt(2 ln n)."""
     return max(DEVIATIONS, math.sqrt(2 * math.log(max(num_ranks, 2))))
 
 
 def streak_needed(*, num_out: int, num_seen: int, num_ranks: int, per_day: float) -> int:
     """Returns the number of consecutive windows in which a rank must stand out so that chance does not name it.
 
-    num_out, num_seen: number of windows of single ranks that stood out without a cause, and of all windows seen.
-    per_day: number of windows per day.
+    Each window counts once per rank. The probability that a rank stands out in a window by chance is estimated from the
+    counts, to which a few windows are added of which one in twenty stood out. A streak of k windows has the k-th power
+    of this probability.
 
-    The probability of standing out is estimated as if one in twenty of a few additional windows had stood out; a
-    streak of k windows has the k-th power of it.
+    num_out: number of windows in which a rank stood out by chance, added up over the ranks.
+    num_seen: number of all windows, added up over the ranks.
+    per_day: number of windows per day.
     """
     probability = (num_out + _PRIOR * _PRIOR_WEIGHT) / (num_seen + _PRIOR_WEIGHT)
     return math.ceil(math.log(num_ranks * per_day / _FALSE_PER_DAY) / -math.log(min(probability, 0.9)))
@@ -257,7 +276,7 @@ def streak_needed(*, num_out: int, num_seen: int, num_ranks: int, per_day: float
 
 @final
 class _Streaks:
-    """Counts, for each rank, the consecutive windows in which it stands out, or is well below the limit."""
+    """Counts, for each rank, the consecutive windows in which it stands out, and those in which it is not slow."""
 
     def __init__(self, *, num_ranks: int, least: int, per_day: float) -> None:
         self._least = least
@@ -270,7 +289,11 @@ class _Streaks:
         self.named: NDArray[np.bool_] = np.zeros(num_ranks, dtype=bool)
 
     def update(self, excess: Numbers, *, limit: float) -> tuple[list[int], list[int]]:
-        """Returns the ranks that have become slow, and those that are no longer slow."""
+        """Adds a window. Returns the ranks that have become slow, and the ranks that are no longer slow.
+
+        excess: excess of each rank over the usual value, shape (ranks,).
+        limit: excess from which a rank stands out.
+        """
         over = excess >= limit
         self._over = np.where(over, self._over + 1, 0)
         self._under = np.where(excess < limit / 2, self._under + 1, 0)
@@ -294,7 +317,7 @@ class _Streaks:
 
 @final
 class SlowRanks:
-    """Names slow ranks: once when they become slow, and again when they no longer are."""
+    """Names slow ranks: when they become slow, and when they are no longer slow."""
 
     def __init__(self, topology: Topology, *, limits: SlowRankLimits = SlowRankLimits()) -> None:
         num = topology.num_ranks
@@ -321,9 +344,9 @@ class SlowRanks:
         return list(self._named.values())
 
     def observe(self, numbers: Numbers) -> list[Change]:
-        """Judges a window, and returns what has changed.
+        """Takes the numbers of a window. Returns the changes: ranks that have become slow, or are no longer slow.
 
-        numbers: numbers of all ranks, shape (ranks, columns of `WindowTimes`).
+        numbers: results of `WindowTimes.take` of all ranks, shape (ranks, len(COLUMNS)).
         """
         numbers = numbers.astype(np.float64)
         changes = self._observe_steps(numbers)
@@ -353,7 +376,11 @@ class SlowRanks:
         return changes + self._turns(excess >= limit, column_of=(own - usual).argmax(axis=1))
 
     def _turns(self, over: NDArray[np.bool_], *, column_of: NDArray[np.int64]) -> list[Change]:
-        """Replaces the cause of ranks that are still slow, if several consecutive windows show another cause."""
+        """Replaces the cause of ranks that are still slow, if several consecutive windows show another cause.
+
+        over: for each rank, True if it stands out in this window.
+        column_of: for each rank, the column of its largest excess.
+        """
         changes = []
         for key, slow in list(self._named.items()):
             if slow.cause is SlowCause.CHECKPOINT:
@@ -391,7 +418,7 @@ class SlowRanks:
     def _by_node(
         self, ranks: list[int], *, kinds: NDArray[np.int64]
     ) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
-        """Groups ranks of the same node and kind. kinds: kind of each rank of the run."""
+        """Groups `ranks` by node and kind. Returns pairs ((node, kind), ranks). kinds: kind of each rank of the run."""
         groups: dict[tuple[int, int], tuple[int, ...]] = {}
         for rank in ranks:
             key = (self._topology.node_of(rank), int(kinds[rank]))
@@ -402,7 +429,7 @@ class SlowRanks:
         return (self._topology.node_names[self._topology.node_of(ranks[0])],)
 
     def _began(self, ranks: tuple[int, ...], *, column: int) -> Change:
-        """Records that ranks have become slow. Their seconds are means over the last windows.
+        """Records that ranks have become slow, with times that are means over the last windows.
 
         column: column of the cause.
         """
@@ -419,7 +446,11 @@ class SlowRanks:
         self._turned.pop(key, None)
 
     def _ended(self, ranks: list[int], *, causes: Iterable[SlowCause]) -> list[Change]:
-        """Returns the groups that are no longer slow: those in which no rank is slow any more."""
+        """Returns the changes for the named groups in which no rank is slow any longer, and removes these groups.
+
+        ranks: ranks that are no longer slow.
+        causes: only groups with these causes are removed.
+        """
         if not ranks:
             return []
         changes = []

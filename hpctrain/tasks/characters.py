@@ -36,8 +36,9 @@ class TransformerBlock(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Returns the sum of token and position embeddings, shape (batch, window, width), for tokens of shape (batch,
-    window).
+    """Computes the sum of token and position embeddings.
+
+    Input: tokens, shape (batch, window). Output: shape (batch, window, width).
     """
 
     def __init__(self, tokens: nn.Embedding, positions: nn.Embedding) -> None:
@@ -71,7 +72,7 @@ class Transformer(nn.Module):
             nn.init.normal_(parameter, std=0.02)
 
     def layers(self) -> list[nn.Module]:
-        """Returns the layers of forward, as modules that are called one after another."""
+        """Returns the layers of the model, in the order in which forward calls them one after another."""
         return [Embeddings(self.tokens, self.positions), *self.blocks, self.norm, self.head]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -103,9 +104,9 @@ class Characters:
         return model.layers()
 
     def tensor_plan(self) -> dict[str, str | tuple[str, int]]:
-        """Splits the attention by heads and the hidden features of the feed-forward layers over the ranks.
+        """Returns the plan by which attention heads and hidden features of feed-forward layers are split over ranks.
 
-        All other layers are computed on a part of the window if the recipe sets `parallel.sequence`.
+        If the recipe sets `parallel.sequence`, each rank computes all other layers on a part of the window.
         """
         heads, window = int(self._shape["heads"]), int(self._shape["window"])
         return {

@@ -1,4 +1,4 @@
-"""Cases of `collective_cases` about ranks that must agree on values and errors."""
+"""Test cases, used by `collective_cases`, in which ranks must agree on values and errors."""
 
 from __future__ import annotations
 

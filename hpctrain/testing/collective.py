@@ -1,4 +1,4 @@
-"""The tests of a communication backend, an implementation of `hpctrain.comm.World`."""
+"""Tests for a communication backend, an implementation of `hpctrain.comm.World`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAUNCHED: dict[tuple[type, int], list[dict[str, str | None]]] = {}
 class CollectiveContract(OnRanks):
     """Tests a communication backend on 1 to 4 ranks. Implement `run_ranks`.
 
-    The ranks are launched once for each number of ranks; that launch runs all cases.
+    For each number of ranks, the ranks are launched once, and this launch runs all test cases.
     """
 
     def run_ranks(self, num_ranks: int, function: Callable[[World], Any]) -> list[Any]:

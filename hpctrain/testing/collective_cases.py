@@ -1,7 +1,7 @@
-"""The cases that every communication backend must pass, as functions of one rank. `run_all` runs them in one launch.
+"""The test cases that every communication backend must pass. `run_all` runs all of them in one launch of the ranks.
 
-The cases do not use pytest. A case asserts after it has communicated, so that the ranks are in step for the next case
-even if it fails.
+Each case is a function that every rank calls. The cases do not use pytest. A case checks its results only after all of
+its communication, so that the ranks can continue with the next case even if the case fails.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ LAYOUTS = {
 
 
 def lengths(num_ranks: int) -> Sequence[int]:
-    """Returns buffer lengths to test: empty, shorter than the number of ranks, not divisible by it, longer."""
+    """Returns buffer lengths to test: 0, less than the number of ranks, not divisible by that number, and longer."""
     return (0, 1, max(1, num_ranks - 1), num_ranks, 2 * num_ranks + 1, 1000)
 
 
 def values_of(rank: int, *, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns small integers that differ between ranks, so that their sums are exact in every dtype."""
+    """Returns a tensor of small integers that differ between ranks. Their sums are exact in every dtype."""
     return ((torch.arange(length) * (rank + 1) + rank) % 7).to(dtype)
 
 
@@ -205,7 +205,7 @@ def case_all_gather_fills_a_tensor_that_is_given_which_may_hold_the_own_part(wor
 
 
 def exchanges_to_try(num_ranks: int) -> Sequence[list[list[int]]]:
-    """Returns matrices of counts to test: row a, column b is the number of elements that rank a sends to rank b."""
+    """Returns matrices of counts to test. Row a, column b is the number of elements that rank a sends to rank b."""
     ranks = range(num_ranks)
     return (
         [[3] * num_ranks for _ in ranks],
@@ -409,7 +409,7 @@ def all_cases() -> dict[str, Callable[[World], None]]:
 
 
 def run_all(world: World) -> dict[str, str | None]:
-    """Runs every case on this rank. Returns by case None, or the traceback of its failure."""
+    """Runs every case on this rank. Returns, for each case by name, None, or the traceback if the case has failed."""
     found: dict[str, str | None] = {}
     for name, function in all_cases().items():
         try:

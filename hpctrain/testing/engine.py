@@ -1,4 +1,4 @@
-"""The tests of a checkpoint engine, which writes the bytes of all ranks to the files of a checkpoint."""
+"""Tests for a checkpoint engine, which writes the bytes of all ranks to the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EngineContract(OnRanks):
 
     @pytest.mark.parametrize("files", [1, 2])
     def test_every_byte_is_read_back(self, tmp_path: Path, num_ranks: int, files: int) -> None:
-        """Saves whole, sharded and empty tensors, saves the same step again with other values, and reads it."""
+        """Saves whole, sharded and empty tensors, saves the same step again with other values, and reads these."""
         files = min(files, num_ranks)
 
         def rank_main(world: World) -> str:

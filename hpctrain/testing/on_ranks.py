@@ -1,4 +1,4 @@
-"""The base of test classes whose tests run on several numbers of ranks."""
+"""The base class of test classes whose tests run on several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ class OnRanks:
     num_ranks_tested: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Sets `num_ranks`. pytest calls it."""
+        """Sets the values of the argument `num_ranks`. pytest calls this method."""
         if "num_ranks" in metafunc.fixturenames:
             metafunc.parametrize("num_ranks", self.num_ranks_tested)

@@ -1,4 +1,4 @@
-"""The tests of a bucket reducer, a codec and an updater."""
+"""Tests for a bucket reducer, a codec and an updater."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BucketReducerContract(OnRanks):
     def test_buckets_are_summed_to_the_same_bits_on_every_rank(
         self, num_ranks: int, bucket_bytes: int
     ) -> None:
-        """Checks sums, norm and extra numbers over several steps, with a new plan half-way."""
+        """Checks sums, norm and additional numbers over several steps, with a new plan of buckets half-way."""
         specs = [GradientSpec(size, torch.float32) for size in SIZES]
         buckets = plan_buckets(specs, bucket_bytes=bucket_bytes)
 
@@ -127,7 +127,10 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 
 def some_values(numel: int, *, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
-    """Returns normally distributed values, shape (numel,), whose scale varies between blocks by factors of e^spread."""
+    """Returns random values, shape (numel,). They are normally distributed, with another scale in each block.
+
+    spread: standard deviation of the logarithm of the scales.
+    """
     random = torch.Generator().manual_seed(seed)
     factors = torch.exp(spread * torch.randn(-(-numel // 256) or 1, generator=random, dtype=torch.float64))
     values = torch.randn(numel, generator=random, dtype=torch.float64)
@@ -156,7 +159,7 @@ def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 class CodecContract:
     """Tests a codec, an implementation of `hpctrain.reduce.Codec`.
 
-    Set `codec`; for a lossy one implement `error_bound`.
+    Set `codec`. For a lossy codec, implement `error_bound` too.
     """
 
     codec: ClassVar[Codec]
@@ -192,7 +195,7 @@ class CodecContract:
 
     @every_dtype
     def test_the_same_values_give_the_same_bytes_wherever_they_lie(self, dtype: torch.dtype) -> None:
-        """Encodes the same values at another alignment, in another thread and after other data."""
+        """Encodes the same values at another memory alignment, in another thread, and after other data."""
         values = some_values(131_849, dtype=dtype)
         values[5], values[300] = math.nan, math.inf
         first = encoded(self.codec, values).clone()
@@ -272,7 +275,7 @@ class DistributedOptimizerContract(OnRanks):
             assert all(parameter.isfinite().all() for parameter in found["parameters"])
 
     def test_a_step_that_is_not_accepted_leaves_everything_as_it_was(self, num_ranks: int) -> None:
-        """Also covers a rank whose backward fails half-way and that takes part with the gradients it has."""
+        """Also tests a rank whose backward fails half-way, and which calls `step` with the gradients that it has."""
         plain = run_threads(num_ranks, lambda world: self._train(world))
         for fails in (False, True):
             dropped = run_threads(num_ranks, partial(self._train, drop_before=3, fails=fails))
@@ -287,7 +290,7 @@ class DistributedOptimizerContract(OnRanks):
             assert all(map(torch.equal, one["parameters"], other["parameters"]))
 
     def test_parameters_are_complete_in_memory_once_they_are_waited_for(self, num_ranks: int) -> None:
-        """Checks the memory itself, through views created before the step, which PyTorch's hooks do not see."""
+        """Reads the memory itself, through views that were created before the step and that PyTorch does not notice."""
 
         def case(world: World) -> None:
             model, updater, _ = self._begin(world)
@@ -354,7 +357,7 @@ class DistributedOptimizerContract(OnRanks):
     ) -> None:
         """Takes a step with NaN gradients that is not accepted.
 
-        `fails`: backward raises before it reaches the first layer.
+        fails: True if backward raises an error before it reaches the first layer.
         """
         first, *others = model.children()
         hidden = first(inputs)
@@ -389,8 +392,8 @@ def _raise(*_: object) -> None:
 
 
 def _whole(world: World, updater: DistributedOptimizer) -> dict[str, torch.Tensor]:
-    """Returns copies of the tensors that the updater saves.
+    """Returns copies of the whole tensors that the updater saves.
 
-    All ranks are threads of one process, so parts can be passed on.
+    All ranks are threads of one process, so they can pass their parts to each other.
     """
     return {held.name: held.tensor.clone() for held in updater.state_tensors()}

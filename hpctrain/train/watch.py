@@ -1,4 +1,4 @@
-"""Watches the steps of a run on all ranks: slow ranks, data that is not finite, efficiency and traces."""
+"""Watches the steps of a run on all ranks: slow ranks, data that are not finite, efficiency and traces."""
 
 from __future__ import annotations
 
@@ -50,16 +50,17 @@ MOST_LISTED = 100
 
 @final
 class StragglerWatch:
-    """Compares the ranks after every window of steps. Rank 0 judges, and reports changes.
+    """Compares the speeds of the ranks after every window of steps. Rank 0 decides what is slow, and reports changes.
 
-    Through the sums of a step (`votes`), rank 0 announces when a window ends and when the links between nodes are to be
-    measured, so that all ranks do it after the same step. A window ends with an all-gather of 28 bytes from each rank.
+    Rank 0 announces through the sums of a step (`votes`) that a window ends, or that the links between nodes are to be
+    measured. So all ranks do this after the same step. A window ends with an all-gather of 28 bytes from each rank.
 
     Args:
-        window_s: The shortest duration of a window.
-        probes: Whether to measure the links when communication has become slow.
-        before: The links as measured at the start of the run, if they were.
-        directory: The run directory; `slow.json` in it lists what is slow now.
+        window_s: The shortest duration of a window, in seconds.
+        limits: The limits for naming slow ranks.
+        probes: True to measure the links when communication has become slow.
+        before: The links as measured at the start of the run; None if they were not measured.
+        directory: The run directory. Its file `slow.json` lists what is slow now.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class StragglerWatch:
         self.found: list[dict[str, Any]] = []  # what was slow in this run, for the summary; on rank 0
 
     def votes(self) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step. Not collective.
+        """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
 
-        They are 0 on all ranks but rank 0.
+        They are 0 on all ranks except rank 0.
         """
         if self._world.rank != 0:
             return {WINDOW_ENDS: 0.0, "probe_links": 0.0}
@@ -111,7 +112,9 @@ class StragglerWatch:
     ) -> None:
         """Adds a step of this rank. Compares the ranks if rank 0 has announced it. Collective.
 
-        seconds: the seconds of the step, by name. sums: the summed votes.
+        seconds: the seconds of the step, by name.
+        samples: the number of this rank's samples.
+        sums: the votes, summed over the ranks.
         """
         self._times.add(seconds, samples=samples)
         self._num_saves += "own_write" in seconds
@@ -185,7 +188,7 @@ class StragglerWatch:
             self._write_slow(step)
 
     def _write_slow(self, step: int) -> None:
-        """Writes what is slow now. A full disk is reported and does not end the run."""
+        """Writes what is slow now to `slow.json`. A full disk is reported and does not end the run."""
         slow = [*self._ranks.named, *self._links.named]
         found = {
             "time": time.time(), "step": step,
@@ -208,7 +211,10 @@ _MAX_SAMPLES = 4  # per field and rank
 
 @final
 class DataFaults:
-    """Finds samples with NaN or infinity in the batches of dropped steps. `say` prints a line, on rank 0."""
+    """Finds samples with NaN or infinity in the batches of dropped steps.
+
+    say: function that prints a line for the user, on rank 0.
+    """
 
     def __init__(self, *, comm: Collective, say: Callable[[str], None]) -> None:
         self._comm = comm
@@ -216,17 +222,21 @@ class DataFaults:
         self._num_said = 0
 
     def after_dropped(self, step: int, batch: Batch) -> None:
-        """Reports what is not finite in the batch of a dropped step, for the first few steps. Collective."""
+        """Reports the samples that are not finite in the batch of a dropped step. Collective.
+
+        Only the first few steps with such samples are reported.
+        """
         found = self.describe(batch)
         if found and self._num_said < _MAX_SAID:
             self._num_said += 1
             self._say(f"step {step} is skipped on all ranks: its data are not finite: {found}")
 
     def describe(self, batch: Batch) -> str:
-        """Returns the fields and samples of all ranks that are not finite, as text. Collective.
+        """Returns a text that names the fields and samples, on all ranks, that are not finite. Collective.
 
-        The text is empty if all are finite. Samples are named by their index in the dataset, if it is known. batch:
-        this rank's part of the global batch.
+        The text is empty if all samples are finite. A sample is named by its index in the dataset, if that is known.
+
+        batch: this rank's part of the global batch.
         """
         everyones = all_gather_json(self._comm, list(_faults(batch.real())))
         by_text: dict[str, list[int]] = {}
@@ -266,8 +276,11 @@ _MOST_STEPS = 4096
 class _Sums:
     """Sums over ranks and steps.
 
-    values: the time of computation, then the seconds by name as in `PART_KEYS`. ideal_s: the sum over the steps of the
-    latest arrival at the reduction.
+    values: seconds of the ranks' own time, then seconds for each name in `PART_KEYS`.
+    ideal_s: for each step, the time at which the last rank arrived at the reduction, in seconds since the reduction
+    before; the sum over the steps.
+    steps: number of steps.
+    samples: number of samples of all ranks.
     """
 
     values: NDArray[np.float64] = field(default_factory=lambda: np.zeros(1 + len(PART_KEYS)))
@@ -293,10 +306,12 @@ class _Sums:
 class EfficiencyWatch:
     """Adds up how all ranks spend their time, per window of steps and over all steps since the start (`total`).
 
-    In a step it only stores this rank's own time and when it arrived at the reduction, counted as own time and bubbles
-    since the reduction before. At the end of a window, two small all-reduces find the latest arrival in each step,
-    which no sum can carry, and the sums of all parts. The result is exact for any number of ranks, without records of
-    each rank's steps. Rank 0 writes it.
+    In each step, it only stores this rank's times. One of them is the arrival at the reduction: the rank's own time and
+    bubbles (waits of pipeline stages) since the reduction before. At the end of a window, two small all-reduces find
+    the latest arrival of all ranks in each step, a maximum, and the sums of all other times. The result is exact for
+    any number of ranks, without records of each rank's steps. Rank 0 writes it.
+
+    total: the efficiencies over all steps since the start; None before the first window has ended.
     """
 
     def __init__(self, comm: Collective, *, records: RecordWriter, clock: StepClock) -> None:
@@ -312,10 +327,13 @@ class EfficiencyWatch:
         self.total: dict[str, Any] | None = None
 
     def after_step(self, step: int, seconds: Mapping[str, float], *, samples: int, window_ends: bool) -> None:
-        """Adds a step. Collective if a window ends, which is at the same step on all ranks.
+        """Adds a step. Collective if a window ends, which happens at the same step on all ranks.
 
-        seconds: the seconds of the step, by name. samples: the samples of all ranks. The first step after a start, in
-        which buckets and memory are set up, is left out.
+        The first step after a start, in which buckets and memory are set up, is left out.
+
+        seconds: the seconds of the step, by name.
+        samples: the number of samples of all ranks.
+        window_ends: True if the window ends after this step; the same on every rank.
         """
         after_s, self._after_s = self._after_s, seconds["after_sync"]
         if after_s is None:
@@ -328,7 +346,10 @@ class EfficiencyWatch:
             self._window(step)
 
     def ends(self, step: int) -> None:
-        """Ends the last window after `step`, the last step of this start. Collective."""
+        """Ends the last window. Collective.
+
+        step: the last step since this start of the run.
+        """
         if self._arrivals_s:
             self._window(step)
 
@@ -358,10 +379,13 @@ class EfficiencyWatch:
 
 @final
 class StepTracer:
-    """Traces the steps in `steps`, which are ascending ranges. Other steps cost one comparison each.
+    """Records when each part of chosen steps begins and ends, on every rank. Other steps cost one comparison each.
 
-    directory: the run directory. Each range has a folder there, with a file per rank. The clocks of the nodes are
-    compared before and after a range. say: prints a line, on rank 0.
+    The clocks of the nodes are compared before and after each range of steps.
+
+    steps: ascending ranges of steps to trace.
+    directory: the run directory. Each range gets a folder there, with one file per rank.
+    say: function that prints a line for the user, on rank 0.
     """
 
     def __init__(
@@ -387,7 +411,10 @@ class StepTracer:
         self._spans: deque[dict[str, Any]] = deque()
 
     def after_step(self, step: int) -> None:
-        """Starts or ends tracing after step `step`, where a range begins or ends. Collective in these steps."""
+        """Starts tracing if a range begins after `step`, and ends tracing if a range ends with `step`.
+
+        Collective in these two cases.
+        """
         if not self._steps:
             return
         self._step = step + 1

@@ -1,7 +1,8 @@
 """Choice of the reduction of a run, from measurements. Pure.
 
-The candidate with the lowest fitted cost of all buckets of a step is chosen; of equal ones, the first measured. A
-candidate that was dropped before sizes as large as the largest bucket were measured is not chosen.
+The candidate with the lowest fitted cost of all buckets of a step is chosen. If several candidates have this cost, the
+one that was measured first is chosen. A candidate that was dropped before it was measured at the size of the largest
+bucket is not chosen.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ DECIDED_BY_LINK = 0.5
 class Choice:
     """Candidates with their costs. Created by `of_measurements`, or by `only` if there is one candidate.
 
-    candidates: of those with equal costs, the first is chosen.
+    candidates: the candidates; if several have equal costs, the first of them is chosen.
     costs: fitted cost of each candidate; empty if nothing was measured.
     measurements: times from which the costs were fitted.
-    floor: lower bound by the links between nodes; None if unknown.
+    floor: lower bound of the time that the links between nodes need; None if unknown.
     """
 
     candidates: tuple[Candidate, ...]
@@ -64,7 +65,7 @@ class Choice:
     ) -> Choice:
         """Makes the choice from measurements. Raises UsageError if there are none.
 
-        floor: lower bound by the links between nodes; shorter times are raised to it.
+        floor: lower bound of the time that the links between nodes need; shorter measured times are raised to it.
         """
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
@@ -76,7 +77,10 @@ class Choice:
         return cls(tuple(costs), costs, tuple(measurements), floor)
 
     def fastest(self, bucket_bytes: Iterable[int]) -> Candidate:
-        """Returns the candidate that reduces all these buckets fastest; sizes in bytes of gradients before the cast."""
+        """Returns the candidate that reduces all these buckets fastest.
+
+        bucket_bytes: for each bucket, the bytes of its gradients before the cast to the wire format.
+        """
         if not self.costs:
             return self.candidates[0]
         sizes = list(bucket_bytes)
@@ -92,7 +96,7 @@ class Choice:
         return sum(self.costs[candidate].at(size) for size in sizes)
 
     def for_wire(self, wire: str) -> Choice:
-        """Returns the choice among the candidates with this wire format. Raises UsageError if there is none."""
+        """Returns the choice among the candidates with this wire format. Raises UsageError if no candidate has it."""
         if not self.costs:
             if self.candidates[0].wire == wire:
                 return self
@@ -105,9 +109,9 @@ class Choice:
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
         """Returns the fastest wire format for these buckets.
 
-        One that rounds more is chosen only if it saves enough time. A wire format that was not measured up to the
-        largest bucket is not chosen: measured times may include a busy moment, and extrapolated times never do, so
-        they would be preferred wrongly.
+        A wire format that rounds more is chosen only if it saves enough time. A wire format that was not measured up
+        to the size of the largest bucket is not chosen: measured times may include a moment at which the machine was
+        busy, and extrapolated times never do, so that extrapolated times would be preferred wrongly.
         """
         sizes = list(bucket_bytes)
         among = eligible(self.costs, max(sizes, default=0)) if self.costs else self.candidates
@@ -133,11 +137,12 @@ class Choice:
     def bucket_bytes(self, *, gradient_bytes: int, overlap: bool = True) -> int:
         """Returns a bucket size at which latency is a small share of the time, but the model has several buckets.
 
-        It is the smallest power of two whose predicted rate (bytes per second) is 8/9 of the best, at most a quarter
-        of `gradient_bytes`, and between 512 KiB and 32 MiB. Without `overlap` it is one bucket for all gradients, up
-        to 32 MiB.
+        It is the smallest power of two at which the predicted rate (bytes per second) reaches 8/9 of the best rate,
+        but at most a quarter of `gradient_bytes`, and between 512 KiB and 32 MiB. Without `overlap` it is the size of
+        one bucket for all gradients, at most 32 MiB.
 
-        gradient_bytes: size of all gradients of the model.
+        gradient_bytes: size of all gradients of the model, in bytes.
+        overlap: True if reductions overlap with backward.
         """
         if not overlap:
             return max(SMALLEST_BUCKET_BYTES, min(gradient_bytes + OTHER_BUCKET_BYTES, LARGEST_BUCKET_BYTES))
@@ -154,8 +159,8 @@ class Choice:
     def record(self) -> dict[str, Any]:
         """Returns each candidate's measurements as JSON values, for the run's record.
 
-        `floor_seconds_per_byte` is the lower bound of the time per byte in comparisons of candidates; 0 if there is
-        none.
+        Their `floor_seconds_per_byte` is the lower bound of the time per byte that is used to compare candidates; 0 if
+        there is no lower bound.
         """
         candidates = []
         for candidate, points in _by_candidate(self.measurements).items():
@@ -190,16 +195,20 @@ def measurements_from_json(value: Any) -> list[Measurement]:
 
 
 def eligible(costs: Mapping[Candidate, TimeBySize], num_bytes: float) -> list[Candidate]:
-    """Returns the candidates measured up to `num_bytes`, or up to the largest measured size if that is smaller."""
+    """Returns the candidates that were measured at `num_bytes` or more.
+
+    If no candidate was measured at so large a size, returns those measured at the largest size of all.
+    """
     furthest = max(cost.points[-1][0] for cost in costs.values())
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]
 
 
 def _floored(cost: TimeBySize, least: float) -> TimeBySize:
-    """Returns `cost` raised to at least `least` seconds per byte; a share of the measured time decides ties.
+    """Returns `cost` with every time raised to at least `least` seconds per byte.
 
-    If the bound explains most of the time of the largest size, it is also the slope beyond that size: the difference
-    of two trials is less reliable, since either may include a busy moment.
+    A small share of the measured time is added, so that candidates with equal bounds differ. If the bound is at least
+    half of the time of the largest measured size, the bound is also the slope beyond that size: the difference of two
+    trials is less reliable, since each trial may include a moment at which the machine was busy.
     """
     sizes = [n for n, _ in cost.points]
     for (low, low_s), (high, high_s) in pairwise(cost.points):

@@ -1,12 +1,13 @@
-"""What a message costs: measured speed of links, the cost of a reduction by size, and its lower bound.
+"""Measured speed of links, the time of a reduction as a function of its size, and a lower bound of that time.
 
-The cost of a message is usually modelled by a latency and a time per byte (Hockney 1994,
-doi:10.1016/S0167-8191(06)80021-9). That is valid only within a range of sizes, since libraries change their protocol
-with the size, and caches are limited. So `TimeBySize` is piecewise linear between the measured sizes.
+The time of a message is usually modelled by a latency and a time per byte (Hockney 1994,
+doi:10.1016/S0167-8191(06)80021-9). This model is valid only within a range of sizes, since libraries change their
+protocol with the size, and caches are limited. So `TimeBySize` is piecewise linear between the measured sizes.
 
-`LinkFloor` is the lower bound between nodes: the bytes that leave a node, divided by the rate of its link. A trial can
-be faster than this bound, because queues and shapers of a link accept some hundred KB at once, however slow it is; a
-training step cannot. So shorter times are raised to the bound when candidates are compared.
+`LinkFloor` is the lower bound for links between nodes: the bytes that leave a node, divided by the rate of the node's
+link. A trial can be faster than this bound, because the queues and shapers of a link accept some hundred KB at once,
+however slow the link is; a training step cannot be faster. So shorter times are raised to the bound when candidates are
+compared.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class LinkSpeed:
 
     num_members: number of ranks of the largest group along the axis.
     latency_s: time of an all-reduce of one number, in seconds.
-    bytes_per_s: rate at which one rank sends within its node, or one node sends to the others, in an all-reduce of
-    large buffers by the backend; computed for a ring.
+    bytes_per_s: rate at which one rank sends within its node (`local`), or one node sends to other nodes (`node`),
+    in bytes per second. Measured with the backend's all-reduce of a large buffer; the bytes sent are computed for a
+    ring.
     """
 
     axis: str
@@ -64,9 +66,10 @@ def measure_levels(
     budget_s: float = 0.4,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[LinkSpeed, ...]:
-    """Measures the axes that have several members. Collective; the result is the same on every rank.
+    """Measures the link speed along each axis with groups of several ranks. Collective.
 
-    It runs a few reductions per axis; fewer and smaller ones once the slowest rank has used more than `budget_s`.
+    Returns the same result on every rank. It runs a few reductions per axis; once the slowest rank has used more than
+    `budget_s`, it runs fewer and smaller reductions.
     """
     found = []
     began = clock()
@@ -98,7 +101,7 @@ def measure_levels(
 
 
 class _Timer:
-    """Times the all-reduce of one group while all other groups run theirs; a rank in no group only waits."""
+    """Times the all-reduce of this rank's group while all other groups run theirs; a rank in no group only waits."""
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class _Timer:
     def seconds(self, num_bytes: int, *, trials: int, in_a_row: int = 1) -> float:
         """Returns the time of one reduction on the slowest rank, in seconds. Collective.
 
-        It is the median of up to `trials`, within the time budget.
+        It is the median of at most `trials` trials, or of fewer if the time budget is used up.
 
         in_a_row: number of consecutive reductions per trial; if there are several, the first is not timed.
         """
@@ -201,9 +204,9 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TimeBySize:
-    """Seconds of a reduction by size: piecewise linear.
+    """Time of a reduction as a piecewise linear function of its size.
 
-    points: measured (bytes, seconds), both ascending.
+    points: measured pairs (bytes, seconds), both ascending.
     latency_s: seconds at size 0.
     slope: seconds per byte beyond the last point.
     """
@@ -214,10 +217,10 @@ class TimeBySize:
 
     @classmethod
     def fit(cls, measured: Iterable[tuple[int, float]]) -> TimeBySize:
-        """Fits a cost to (bytes, seconds); of several times for one size, the shortest is used.
+        """Fits the function to pairs (bytes, seconds); if one size has several times, the shortest is used.
 
-        Raises UsageError if empty. Noise only adds time, so if a larger size took less time, that time also limits the
-        time of the smaller size.
+        Noise only adds time. So if a larger size took less time than a smaller one, the shorter time is used for both.
+        Raises UsageError if there are no pairs.
         """
         least: dict[int, float] = {}
         for num_bytes, seconds in measured:
@@ -259,10 +262,10 @@ TWO_LEVEL = ("hierarchical", "hierarchical-ring", "hierarchical-flat")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFloor:
-    """Lower bound of a reduction's time by the links between nodes.
+    """Lower bound of a reduction's time, given by the rate of the links between nodes.
 
     ranks_per_node: number of ranks on the largest node.
-    bytes_per_s: rate of a node's link.
+    bytes_per_s: rate of a node's link, in bytes per second.
     """
 
     num_ranks: int
@@ -285,10 +288,11 @@ class LinkFloor:
         )  # fmt: skip
 
     def sent(self, candidate: Candidate) -> float:
-        """Returns how many bytes leave the busiest node per byte of gradients before the cast; 0 if unknown.
+        """Returns how many bytes leave the busiest node per byte of gradients; 0 if unknown.
 
-        Source for two levels and a ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the
-        backend's own algorithm, which does not distinguish nodes: at best it is a ring over all ranks.
+        Bytes of gradients are counted before the cast to the wire format. Source for two levels and for a ring:
+        Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. `flat` is the backend's own algorithm, which does not
+        distinguish nodes: at best it is a ring over all ranks.
         """
         share = share_of_float32(candidate.wire) or 0.0
         if candidate.algorithm in TWO_LEVEL:
@@ -302,5 +306,5 @@ class LinkFloor:
         return 0.0
 
     def seconds_per_byte(self, candidate: Candidate) -> float:
-        """Returns the bound in seconds per byte of gradients before the cast."""
+        """Returns the bound in seconds per byte of gradients, counted before the cast to the wire format."""
         return self.sent(candidate) / self.bytes_per_s

@@ -1,20 +1,21 @@
 """Short trials of the candidate reductions, on the ranks and links of this run.
 
-Sizes grow until the time is used up, and candidates that are clearly slower are dropped. All decisions use times that
-are reduced by MAX over the ranks, so that all ranks decide alike.
+The size of the buckets grows until the time is used up, and candidates that are clearly slower are dropped. All
+decisions use times that are reduced by MAX over the ranks, so that all ranks decide alike.
 
-If there are more ranks than cores, the trials run during computation. A bucket that is reduced during backward
-prolongs a step by what it takes of the scarcer of two resources. The link between the nodes needs L seconds for its
-bytes (`link_speed.py`), during which the cores compute. The cores need C seconds for the ranks' backward and P seconds
-for the reduction: sums, casts, messages, and polls while a rank waits for others. With a core for each rank, the
-duration of the reduction by itself is what counts. With more ranks than cores, another rank computes while one waits,
-so the step takes max(L, C + P). C is not known when the reduction is chosen, and is the same for all candidates: they
-are compared by max(L, P).
+With a core for each rank, a trial measures the duration of a reduction that runs by itself. If there are more ranks
+than cores, the trials run during computation. A bucket that is reduced during backward then needs two resources. The
+link between the nodes is busy for L seconds with the bytes of the bucket (`link_speed.py`); the cores compute in this
+time. The cores need C seconds for the backward passes of the ranks and P seconds for the reduction: sums, casts,
+messages, and polls while a rank waits for others. While one rank waits, another rank computes, so the step takes
+max(L, C + P). C is not known when the reduction is chosen, but it is the same for all candidates. So candidates are
+compared by max(L, P).
 
-P cannot be measured with a reduction that runs by itself: it polls as often as an idle core allows, and all ranks
-arrive at once. So a trial is a small step: each rank computes, starts the reduction on a thread as training does,
-continues to compute, and waits for the reduction. P is the time of the slowest rank minus that of the same computation
-without a reduction. It includes waiting that the computation does not hide, as in training.
+P cannot be measured with a reduction that runs by itself: such a reduction polls as often as an idle core allows, and
+all ranks start it at the same moment. So a trial is a small step: each rank computes, starts the reduction on a thread
+as training does, continues to compute, and waits for the reduction. P is the time of this trial on the slowest rank,
+minus the time of the same computation without a reduction. P includes waiting that the computation does not hide, as
+in training.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Compute = Callable[[int], object]
 
 @final
 class MatrixProducts:
-    """A computation in units: products of two matrices of this object; one unit is one product."""
+    """A computation that consists of units. One unit is one product of two matrices, which this object holds."""
 
     def __init__(self) -> None:
         self._factors = torch.full((2, SIDE, SIDE), 0.5)
@@ -66,10 +67,10 @@ class MatrixProducts:
 class ComputeLoad:
     """Computation of a known duration. The constructor is collective.
 
-    compute: function that computes a number of units.
-    largest: returns the largest of the ranks' values; collective.
+    compute: function that computes a given number of units.
+    largest: function that returns the largest value that any rank passes; collective.
 
-    unit_s: seconds of one unit while all ranks compute, the same on every rank.
+    unit_s: seconds that one unit takes while all ranks compute, the same on every rank.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ComputeLoad:
         self.unit_s = max(largest(clock() - began) / UNITS_TO_TIME, 1e-6)
 
     def half_units(self, seconds: float) -> int:
-        """Returns the number of units that fill half of `seconds`, at least 1."""
+        """Returns the number of units that fill half of `seconds`, or of 8 ms if that is longer; at least 1."""
         return max(1, round(max(seconds, LEAST_LOAD_S) / 2 / self.unit_s))
 
 
@@ -125,7 +126,7 @@ class Calibration:
     """Result of the trials, the same on every rank.
 
     seconds: duration of the trials.
-    notes: what was not measured, and why.
+    notes: texts that say what was not measured, and why.
     """
 
     measurements: tuple[Measurement, ...]
@@ -147,13 +148,14 @@ def calibrate(
 ) -> Calibration:
     """Measures the candidates for about `budget_s` seconds by the slowest rank's clock. Collective over `comm`.
 
-    A reduction that has started is never aborted, so the trials may exceed `budget_s` by one that takes longer than
-    predicted. The reducers are closed at the end.
+    A reduction that has started is never aborted. So the trials exceed `budget_s` if their last reduction takes longer
+    than predicted. The reducers are closed at the end.
 
-    make: creates the reducer of a candidate.
-    floor: lower bound by the links; if it dominates, candidates that send clearly more than another are not measured.
-    compute: computation during which the reductions run; measured is by how much they prolong it. None: they run by
-    themselves.
+    make: function that creates the reducer of a candidate.
+    floor: lower bound of the time that the links between nodes need. For sizes at which this bound exceeds the latency,
+    candidates that send clearly more bytes than another candidate are not measured.
+    compute: computation during which the reductions run; the measured time is the time by which a reduction prolongs
+    it. None: the reductions run by themselves.
 
     Raises UsageError on every rank if no candidate can be created.
     """
@@ -192,7 +194,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class _Running:
-    """A candidate and its measurements: (bytes, seconds), the same on every rank."""
+    """A candidate that is being measured, and its measurements: (bytes, seconds), the same on every rank."""
 
     candidate: Candidate
     reducer: BucketReducer
@@ -210,7 +212,7 @@ class _Running:
         return TimeBySize.fit(self.measured).at(num_bytes)
 
     def expected_s(self, num_bytes: int) -> float:
-        """Returns an upper estimate of the time of a larger size, in seconds."""
+        """Returns an upper estimate of the time of a reduction of `num_bytes`, a larger size, in seconds."""
         last_bytes, last_s = self.measured[-1]
         at_most = last_s * num_bytes / last_bytes
         by_slope = self.fitted_s(num_bytes)
@@ -246,7 +248,7 @@ class _Trials:
 
         The reduction starts after half of the computation.
 
-        pipeline: pipeline that reduces; None: the computation runs alone.
+        pipeline: pipeline that runs the reduction; None: the computation runs alone.
         """
         begin = self._clock()
         load.compute(half_units)
@@ -289,7 +291,7 @@ class _Trials:
 
 @final
 class _Contest:
-    """The candidates that are still measured, size by size. Methods are collective unless they say otherwise."""
+    """Measures candidates, size by size, and drops slow ones. Methods are collective unless they say otherwise."""
 
     def __init__(
         self,
@@ -307,7 +309,7 @@ class _Contest:
         self._notes = notes
 
     def measure(self, num_bytes: int) -> bool:
-        """Measures one size. Returns True if there is memory and time for a larger one."""
+        """Measures buckets of `num_bytes`. Returns True if there is memory and time for a larger size."""
         if not self._plan(num_bytes):
             return False
         times: dict[Candidate, list[float]] = {one.candidate: [] for one in self._active}
@@ -342,7 +344,10 @@ class _Contest:
         return self._trials.left_s > 0
 
     def _least_link_s(self, num_bytes: int) -> float:
-        """Returns the shortest time that a link can take for this size; 0 if unknown. Not collective."""
+        """Returns the shortest time that a link needs for this size with any candidate, in seconds; 0 if unknown.
+
+        Not collective.
+        """
         if self._floor is None:
             return 0.0
         return num_bytes * min(self._floor.seconds_per_byte(one.candidate) for one in self._active)
@@ -352,9 +357,9 @@ class _Contest:
     ) -> dict[Candidate, list[float]]:
         """Returns the costs of trials during computation; for other trials, returns `times`. Not collective.
 
-        If times on the link are equal, the shorter processor time decides.
+        If two candidates need the same time on the link, the one with the shorter processor time costs less.
 
-        alone: times of the computation without a reduction.
+        alone: times of the computation without a reduction; empty if the trials ran without a computation.
         """
         if not alone:
             return times
@@ -367,9 +372,9 @@ class _Contest:
         return costs
 
     def _contenders(self, times: dict[Candidate, list[float]]) -> list[_Running]:
-        """Returns the candidates whose best time is at most `CONTENDS` times the best of all.
+        """Returns the candidates whose best time is at most `CONTENDS` times the best time of all candidates.
 
-        Of the others it keeps only the best time in `times`. Not collective.
+        For each other candidate, keeps only its best time in `times`. Not collective.
         """
         best = min(min(found) for found in times.values())
         contenders = []
@@ -384,8 +389,8 @@ class _Contest:
     def _take(self, num_bytes: int, times: dict[Candidate, list[float]]) -> None:
         """Records the results of a size. Not collective.
 
-        A candidate without a trial gets no result. A size for which only one of several candidates has a trial is not
-        recorded.
+        A candidate without a trial at this size gets no result. If only one of several candidates has a trial, nothing
+        is recorded, except at the first size.
         """
         first = not any(one.measured for one in self._active)
         for one in self._active:
@@ -402,9 +407,9 @@ class _Contest:
             self._notes.append(f"not measured: {names}: the time was used up before")
 
     def _plan(self, num_bytes: int) -> bool:
-        """Plans one bucket; at the first size it also reduces it once, to open connections.
+        """Plans one bucket for each candidate. At the first size, also reduces the bucket once, to open connections.
 
-        Returns False if memory is short.
+        Returns False if a candidate has not enough memory on any rank.
         """
         numel = num_bytes // ELEMENT_BYTES
         flag = numel - 1
@@ -429,9 +434,10 @@ class _Contest:
         return True
 
     def drop_slow(self, num_bytes: int) -> None:
-        """Drops candidates that are twice as slow as the best at this size, at the previous one, and by extrapolation.
+        """Drops candidates that are more than twice as slow as the best one. Not collective.
 
-        Extrapolation counts too, because a large latency does not matter for large buckets. Not collective.
+        They must be so slow at this size, at the previous size, and at the largest size by extrapolation: a candidate
+        with a large latency may still be the best one for large buckets.
         """
         if num_bytes < COMPARED_FROM_BYTES or any(len(one.measured) < 2 for one in self._active):
             return
@@ -445,7 +451,10 @@ class _Contest:
         ]
 
     def _light(self, num_bytes: int) -> list[_Running]:
-        """Returns candidates that send at most `CLEARLY_MORE` times the least, if bytes take longer than latency."""
+        """Returns the candidates that send at most `CLEARLY_MORE` times the bytes of the one that sends least.
+
+        Returns all candidates if the link's rate is unknown, or if latency exceeds the time for the bytes.
+        """
         if self._floor is None:
             return self._active
         sent = {one.candidate: self._floor.seconds_per_byte(one.candidate) for one in self._active}
@@ -456,10 +465,11 @@ class _Contest:
         return [one for one in self._active if sent[one.candidate] <= CLEARLY_MORE * least]
 
     def next_size(self, num_bytes: int) -> int | None:
-        """Returns the largest next size for which time and memory suffice; None if there is none. Not collective.
+        """Returns the largest next size that the remaining time allows; None if there is none. Not collective.
 
-        They must suffice for `FEW` candidates; of more candidates, the slowest are dropped. The best come first, so
-        that they are measured if the time runs out.
+        The time must suffice for `FEW` candidates, or for all if there are fewer. Candidates for which time or memory
+        does not suffice are dropped, the slowest first. The fastest candidates are measured first, in case the time
+        runs out.
         """
         for factor in GROWTH:
             size = num_bytes * factor

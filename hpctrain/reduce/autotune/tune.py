@@ -45,7 +45,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """The conditions of a calibration. Its measurements are used again only under the same conditions.
+    """The conditions of a calibration. Measurements are used again only under the same conditions.
 
     load: `computation` if the ranks computed during the trials, otherwise `none`.
     versions: versions of the libraries that a reduction uses, by name.
@@ -92,7 +92,12 @@ class CalibrationKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCalibration:
-    """Results of one calibration, convertible to and from JSON. seconds: duration of the calibration."""
+    """Results of one calibration, convertible to and from JSON.
+
+    measurements: times of the candidates.
+    levels: measured speeds of the links.
+    seconds: duration of the calibration.
+    """
 
     measurements: tuple[Measurement, ...]
     levels: tuple[LinkSpeed, ...]
@@ -121,8 +126,8 @@ class StoredCalibration:
 class CachedTrials:
     """Result of `read_calibration`.
 
-    kept: the measurements for the key; None if there are none.
-    why: why there are none; "" if there is no file, or it has no entries.
+    kept: the measurements for the key; None if the file has none.
+    why: the reason why the file has no measurements for the key; "" if there is no file, or it has no entries.
     """
 
     kept: StoredCalibration | None
@@ -197,8 +202,8 @@ BUDGET_S = 1.3
 class CalibrationFiles:
     """The files in which measurements of reductions are kept.
 
-    run: file of the run, which has precedence, so that a resumed run makes the same choice.
-    shared: file that several runs use (`reduction.calibration` of the recipe).
+    run: file of this run, which is read before `shared`, so that a resumed run makes the same choice; None: no file.
+    shared: file that several runs use (`reduction.calibration` of the recipe); None: no file.
     """
 
     run: Path | None = None
@@ -213,9 +218,11 @@ class CalibrationFiles:
 class AutoChoice:
     """The algorithm, wire format and bucket size that `auto` has chosen for a model; the same on every rank.
 
-    source: origin of the measurements, as text.
+    measured: the candidates with this wire format, and their measurements.
+    source: where the measurements come from, as text.
+    levels: measured speeds of the links.
     seconds: duration of the calibration.
-    load: what the ranks did during the trials; see `CalibrationKey`.
+    load: `computation` if the ranks computed during the trials, otherwise `none`.
     """
 
     candidate: Candidate
@@ -238,7 +245,7 @@ class AutoChoice:
 class TrialResults:
     """Measurements from which `auto` chooses once it knows the size of the model; the same on every rank.
 
-    The fields are those of `AutoChoice`.
+    choice: the candidates and their measurements. The other fields are those of `AutoChoice`.
     """
 
     choice: Choice
@@ -252,7 +259,7 @@ class TrialResults:
     ) -> AutoChoice:
         """Chooses wire format, bucket size and algorithm for a model with `gradient_bytes` of gradients. Pure.
 
-        bucket_bytes: bucket size from the recipe; None: choose it.
+        bucket_bytes: bucket size from the recipe; None: it is chosen too.
         overlap: True if reductions overlap with backward.
         """
         chosen = self.choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
@@ -266,7 +273,7 @@ class TrialResults:
 
 
 def bucket_sizes(gradient_bytes: int, *, bucket_bytes: int) -> list[int]:
-    """Returns the sizes of the buckets that `gradient_bytes` fill, at least one, for a prediction."""
+    """Returns the size of each bucket that gradients of `gradient_bytes` would fill, at least one, for a prediction."""
     full, rest = divmod(gradient_bytes, bucket_bytes)
     return [bucket_bytes] * full + ([rest] if rest or not full else [])
 
@@ -313,11 +320,14 @@ def find_choice(
 
     With one rank or one candidate, nothing is measured.
 
-    candidates: candidates, the same in the same order on every rank.
-    versions: versions of the libraries; None: they are determined here.
+    make: function that creates the reducer of a candidate; collective.
+    candidates: the candidates, the same in the same order on every rank.
+    files: files from which measurements are read and to which new ones are written; None: no files.
+    versions: versions of the libraries by name; None: they are determined here.
     note: called on every rank with a message about anything that could not be read, written or measured.
-    under_load: True if there are more ranks than cores and buckets are reduced during backward: the ranks then compute
+    under_load: True if there are more ranks than cores and buckets are reduced during backward. The ranks then compute
     during the trials. The same on every rank.
+    budget_s: time for the trials, in seconds.
 
     Raises UsageError if `candidates` is empty.
     """
@@ -356,7 +366,10 @@ def find_choice(
 
 
 def _look(world: World, files: CalibrationFiles, *, key: CalibrationKey) -> _Looked:
-    """Reads the files on rank 0, in order; measurements in the shared file are copied to the run's file. Collective."""
+    """Looks for measurements for `key` in the files, on rank 0, first in the run's file. Collective.
+
+    Measurements that are only in the shared file are copied to the run's file.
+    """
 
     def look() -> dict[str, Any]:
         notes: list[str] = []
@@ -409,7 +422,7 @@ def _write(world: World, paths: Sequence[Path], *, key: CalibrationKey, kept: St
 
 
 def _try_to_write(paths: Sequence[Path], *, key: CalibrationKey, kept: StoredCalibration) -> list[str]:
-    """Writes the files. Returns notes on files that cannot be written, for which a resumed run must measure again."""
+    """Writes the measurements to the files. Returns a note for the user for each file that cannot be written."""
     notes = []
     for path in paths:
         try:

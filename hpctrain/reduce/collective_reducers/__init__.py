@@ -1,1 +1,1 @@
-"""Reducers that use a backend's collective operations: flat, sliced, two-level, top-k, PowerSGD, one rank."""
+"""Reducers that use a backend's collective operations: flat, by slices, in two levels, top-k and PowerSGD."""

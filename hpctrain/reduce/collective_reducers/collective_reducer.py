@@ -1,10 +1,10 @@
 """Sums buckets by a backend's collective operations: flat, by slices, or in two levels.
 
-These reducers work with every backend, on the backend's device. If its operations only block, one bucket is in flight
-at a time. `AllReduceReducer` makes its own schedule instead.
+These reducers work with every backend, on the backend's device. If a backend has only blocking operations, one bucket
+is in flight at a time. `AllReduceReducer` makes its own schedule instead.
 
 The bytes that collective operations send between nodes are computed for a ring over the ranks in order, in which each
-rank sends only to its successor. A backend may use another algorithm, but none sends fewer bytes per rank, so
+rank sends only to its successor. A backend may use another algorithm, but no algorithm sends fewer bytes per rank, so
 algorithms are compared by this number.
 """
 
@@ -61,7 +61,8 @@ def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
 class CastSum:
     """Casts a bucket to the dtype of the wire format and lets the backend sum it in place, on the bucket's device.
 
-    start: starts the sum of a buffer over all ranks, and returns a function that waits for it; collective.
+    start: function that starts the sum of a buffer over all ranks, and returns a function that waits for the sum;
+        collective.
     wire: a wire format with a dtype for backends (`library_dtype`). The constructor raises UsageError if the backend
         cannot sum it.
     bytes_of: function of numel and itemsize that returns the bytes that this rank sends to other nodes.
@@ -110,7 +111,10 @@ class CastSum:
 
 
 def successor_is_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> bool:
-    """Returns True if the successor of `rank` in the ring is on another node. topology: None is one rank per node."""
+    """Returns True if the successor of `rank` in the ring is on another node.
+
+    topology: None means one rank per node.
+    """
     following = (rank + 1) % num_ranks
     if topology is None:
         return following != rank
@@ -125,12 +129,15 @@ def num_ranks_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None)
 
 
 def all_reduce_bytes(num_bytes: int, *, num_ranks: int) -> int:
-    """Returns the bytes that each of N ranks sends for a buffer of `num_bytes`: 2 (N-1)/N of them."""
+    """Returns the bytes that each of N ranks sends in a ring all-reduce of `num_bytes`: 2 (N-1)/N times `num_bytes`."""
     return 2 * num_bytes * (num_ranks - 1) // num_ranks
 
 
 def all_gather_bytes(counts: Sequence[int], *, rank: int) -> int:
-    """Returns the bytes that `rank` sends in an all-gather: the parts of all ranks except its successor's."""
+    """Returns the bytes that `rank` sends in a ring all-gather: all parts except the one of its successor.
+
+    counts: bytes of each rank's part.
+    """
     return sum(counts) - counts[(rank + 1) % len(counts)]
 
 
@@ -142,7 +149,7 @@ ALIGNMENT = 8  # bytes, of every encoded slice; codecs require it
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """A run of a bucket's elements, split over the ranks: rank r owns those from offsets[r] to offsets[r + 1]."""
+    """A run of a bucket's elements, split over the ranks: rank r owns the elements offsets[r] to offsets[r + 1] - 1."""
 
     offsets: tuple[int, ...]
 
@@ -176,16 +183,17 @@ def padded(num_bytes: int) -> int:
 class SliceSum:
     """`BucketSum` by slices over `comm`, for any codec and any backend, with error feedback if `residuals` are given.
 
-    A rank owns one slice of every piece of a bucket. It encodes the other ranks' slices, and an all-to-all sends them
-    to their owners; the owner sums them in rank order (float32 or float64), encodes the sum once, and an all-gather
-    distributes it. Each value is rounded twice, whatever the number of ranks, and the backend only transports bytes:
-    so bfloat16 and int8 work over Horovod, which can sum neither. Source: Thakur et al. 2005, section 4.5.
+    A bucket is cut into pieces, and each piece into slices; each rank owns one slice of each piece. Each rank encodes
+    its values of the other ranks' slices, and an all-to-all sends them to the owners. The owner adds up the values of
+    its slice in rank order (float32 or float64) and encodes the sum once; an all-gather distributes the sums. So each
+    value is rounded twice, whatever the number of ranks. The backend only transports bytes, so that bfloat16 and int8
+    work over Horovod, which can sum neither. Source: Thakur et al. 2005, section 4.5.
 
-    Error feedback: a rank keeps the rounding errors of the slices that it sent, and in its own slice those of the sum.
-    Its own gradients in its own slice are not rounded, so one residual per element is enough.
+    Error feedback: a rank keeps the rounding errors of the values that it sent and, for its own slice, those of the
+    sum. Its own values of its own slice are not rounded, so one residual per element is enough.
 
-    It works in host memory: a CUDA bucket is copied there and back. `bytes_sent` counts, of the all-to-all, the bytes
-    to ranks of other nodes; the all-gather is computed for a ring.
+    The sum is computed in host memory: a CUDA bucket is copied there and back. `bytes_sent` counts the bytes that the
+    all-to-all sends to ranks of other nodes; the bytes of the all-gather are computed for a ring.
     """
 
     def __init__(
@@ -217,10 +225,7 @@ class SliceSum:
             self._residuals.plan(buckets, device=torch.device("cpu"))
 
     def start(self, number: int, memory: torch.Tensor) -> Callable[[], None]:
-        """Runs `sum`, which needs several dependent operations, to its end: collective and blocking.
-
-        See `BucketSum.start`.
-        """
+        """See `BucketSum.start`. Runs the whole sum before it returns. Collective."""
         self.sum(number, memory)
         return lambda: None
 
@@ -290,7 +295,10 @@ class SliceSum:
 def _sum_in_order(
     own: torch.Tensor, *, before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], codec: Codec
 ) -> None:
-    """Adds the encoded slices of the ranks before and after this one to `own`, in rank order."""
+    """Adds the encoded slices of the other ranks to `own`, this rank's slice, in rank order.
+
+    before, after: slices of the lower and of the higher ranks, in rank order.
+    """
     if before:
         total = torch.empty_like(own)
         codec.decode(before[0], out=total)
@@ -311,7 +319,7 @@ class BucketSum(Protocol):
     `start(number, memory)` starts the sum of bucket `number` in place in `memory`, shape (n,), n > 0, and returns a
     function that waits for it.
 
-    bytes_sent: bytes sent to other nodes so far.
+    bytes_sent: bytes that this rank has sent to other nodes so far.
     """
 
     bytes_sent: int
@@ -344,7 +352,7 @@ class CollectiveReducer(StepEnd):
         """Creates the reducer; use `flat`, `direct` or `hierarchical` instead.
 
         in_background: see `InBackground`.
-        on_close: releases `comm`; collective, called by `close`.
+        on_close: function that releases `comm`; collective, called by `close`.
         """
         self._comm = comm
         self._in_background = in_background
@@ -370,7 +378,7 @@ class CollectiveReducer(StepEnd):
         name: name of the algorithm that the reducer reports, such as `nccl-torus` if the backend is configured for it.
         wire: wire format. Horovod sums fp16 in float16; the other backends sum it in float32, by slices.
 
-        `bytes_sent` assumes that the backend uses a ring, or sums by slices as described. Raises UsageError if the
+        `bytes_sent` is computed for a ring, or for the sum by slices (see `SliceSum`). Raises UsageError if the
         backend cannot sum this wire format.
         """
         num_ranks = comm.num_ranks
@@ -457,8 +465,8 @@ class CollectiveReducer(StepEnd):
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
         """See `BucketReducer.finish`.
 
-        Over Horovod, its thread sums the numbers as one more tensor, and each rank computes the norm of small buckets
-        itself.
+        With Horovod, Horovod's thread sums the numbers as one more tensor, and each rank computes the norm of small
+        buckets itself.
         """
         if not self._norm_alone or not len(numbers):
             return super().finish(numbers, comm=comm)
@@ -484,10 +492,10 @@ class CollectiveReducer(StepEnd):
         return self._reduce(number)
 
     def _reduce(self, number: int) -> Iterator[bool]:
-        """Starts the sum in the first `next`, and waits for it in the second, when the other reductions have started.
+        """Starts the sum in the first `next`, and waits for the sum in the second.
 
-        Backends match operations by order, and only the first turns of the reductions have the same order on every
-        rank.
+        Backends match the operations of different ranks by their order, and only the first `next` calls of the
+        reductions have the same order on every rank.
         """
         finish = None
         if self._comm.num_ranks > 1 and self._memory[number].numel():

@@ -7,9 +7,9 @@ With M_i the gradient of rank i plus its residual, one power iteration from the 
     Q = sum_i M_i^T P                   (m, rank)
     sum_i M_i  ~  P Q^T
 
-Buckets are sums of weighted gradients, and so is the result: nothing is averaged. A rank's share is P P^T M_i, the
-projection of its own matrix; the shares add up to P Q^T. The rank keeps M_i - P P^T M_i as residual for the next step:
-it is orthogonal to P, so it does not grow through other ranks' gradients.
+The gradients are already weighted, so they are summed over the ranks and not averaged. A rank's share of the result is
+P P^T M_i, the projection of its own matrix; the shares add up to P Q^T. The rank keeps the residual M_i - P P^T M_i for
+the next step. The residual is orthogonal to P, so it does not grow through other ranks' gradients.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MIN_SAVING = 2
 
 
 def matrix_shape(shape: Sequence[int], *, rank: int) -> tuple[int, int] | None:
-    """Returns rows and columns of a parameter that is sent as factors with `rank` columns.
+    """Returns rows and columns of the matrix if a parameter of `shape` is sent as factors with `rank` columns.
 
-    Returns None if it is sent unchanged.
+    Returns None if the parameter is sent unchanged.
     """
     if len(shape) < 2 or 0 in shape:
         return None
@@ -65,9 +65,9 @@ class FactoredMatrix:
 class FactoredBucket:
     """A bucket's memory and its two messages, which are empty if no parameter has factors. Does not communicate.
 
-    first: P of every matrix, the gradients that are sent unchanged, the flags, and one element that is NaN if this
-    rank's values are not finite, otherwise 0.
-    second: Q of every matrix.
+    first: message with P of every matrix, the gradients that are sent unchanged, the flags, and one element that is NaN
+    if this rank's values are not finite, otherwise 0.
+    second: message with Q of every matrix.
     """
 
     def __init__(self, bucket: Bucket, *, rank: int, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class FactoredBucket:
         return self.memory[slot.offset : slot.offset + slot.numel]
 
     def pack_plain(self) -> None:
-        """Copies the unchanged gradients, the flags and the finite mark into the first message."""
+        """Copies the gradients without factors, the flags and the element for NaN into the first message."""
         offset = self._p_elems
         for slot in self.plain:
             self.first[offset : offset + slot.numel] = self.of(slot)
@@ -108,7 +108,7 @@ class FactoredBucket:
         self.first[-1] = 0.0 if bool(torch.isfinite(self.memory).all()) else torch.nan
 
     def unpack_plain(self) -> None:
-        """Copies the sums of the unchanged gradients and the flags from the first message into the bucket."""
+        """Copies the sums of the gradients without factors and of the flags from the first message into the bucket."""
         offset = self._p_elems
         for slot in self.plain:
             self.of(slot).copy_(self.first[offset : offset + slot.numel])
@@ -135,15 +135,15 @@ class LowRankReducer(StepEnd):
     """`BucketReducer` that sends matrices as factors, and all other parameters unchanged, with error feedback.
 
     Each bucket needs two all_reduce operations in the bucket's dtype. They block, so buckets are reduced one after
-    another. The result is deterministic, and bitwise equal on every rank if the ranks' processors and libraries are
+    another. The result is deterministic. It is bitwise equal on every rank if the ranks' processors and libraries are
     the same, since each rank orthonormalizes P itself. If a bucket is not finite on any rank, the result is not finite
-    on all, and the residuals do not change (`end_step`). A parameter that no rank used keeps its residual.
+    on all ranks, and the residuals do not change (`end_step`). A parameter that no rank used keeps its residual.
 
     Args:
         comm: Communicator used by this object only.
         rank: Number of columns of the factors.
-        start_step: Number of first steps in which everything is sent unchanged, because gradients change direction too
-            fast for factors that are updated by one iteration per step.
+        start_step: Number of steps at the start of training in which everything is sent unchanged, because gradients
+            then change direction too fast for factors that are updated by one iteration per step.
         topology: Placement of the ranks for `bytes_sent`, which is computed for a ring (see `collective_reducer`).
 
     Raises:
@@ -175,7 +175,10 @@ class LowRankReducer(StepEnd):
 
     @staticmethod
     def needs(buckets: Sequence[Bucket], *, num_ranks: int) -> tuple[int, int]:
-        """Returns the bytes of messages and factors, and those that a rank sends in a step, by default options."""
+        """Returns what a reducer with default options needs: memory for messages and factors, and bytes sent per step.
+
+        Both are bytes of one rank.
+        """
         factored = [FactoredBucket(b, rank=FACTOR_COLUMNS, device=torch.device("meta")) for b in buckets]
         messages = sum(f.first.nbytes + f.second.nbytes for f in factored)
         plain = sum(f.bucket.numel * f.bucket.dtype.itemsize for f in factored if not f.matrices)
@@ -208,7 +211,7 @@ class LowRankReducer(StepEnd):
     # ------------------------------------------------------------------ one bucket
 
     def reduce(self, number: int) -> Iterator[bool]:
-        """See `BucketReducer.reduce`. All of it runs in the first `next`, because the collective operations block."""
+        """See `BucketReducer.reduce`. The first `next` runs all of it, because the collective operations block."""
         factored = self._buckets[number]
         self._began = True
         self._residuals.add_to(factored.memory, factored.bucket)
@@ -247,7 +250,10 @@ class LowRankReducer(StepEnd):
                 self._keep(factored, matrix.slot)
 
     def _take(self, matrix: FactoredMatrix, *, p: torch.Tensor, own_q: torch.Tensor) -> None:
-        """Writes the sum into the bucket, the new residual (matrix minus this rank's share), and the next step's Q."""
+        """Writes the sum into the bucket, and keeps the new residual and the Q of the next step.
+
+        The new residual is the matrix minus this rank's share of the sum.
+        """
         left = self._residuals.left(matrix.slot).view_as(matrix.m)
         left.copy_(torch.addmm(matrix.m, p, own_q.T, alpha=-1))
         torch.mm(p, matrix.q.T, out=matrix.m)
@@ -257,9 +263,9 @@ class LowRankReducer(StepEnd):
             torch.div(matrix.q, length, out=self._factors[matrix.slot.parameter])
 
     def _delivered(self, factored: FactoredBucket, slots: Sequence[Slot]) -> None:
-        """Sets the residuals of slots that were sent unchanged to zero.
+        """Sets the residuals of `slots`, whose gradients were sent unchanged, to zero.
 
-        If no rank used the parameter, the old residual is kept.
+        If no rank used a parameter, its old residual is kept.
         """
         used = factored.used()
         for slot in slots:

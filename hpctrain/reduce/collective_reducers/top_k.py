@@ -1,8 +1,9 @@
 """Top-k reduction: only the largest gradients are sent (Aji and Heafield 2017, arXiv:1704.05021).
 
-A rank sends, of each bucket, the fraction of elements with the largest absolute values, each with its index. The ranks
-choose different elements, so these are gathered, and every rank adds them up in rank order. Elements that are not
-sent, and rounding errors of those that are, are added to the next gradient (error feedback).
+From each bucket, a rank sends only the elements with the largest absolute values, a fixed fraction of all, each with
+its index. The ranks choose different elements, so the elements of all ranks are gathered, and every rank adds them up
+in rank order. Elements that a rank has not sent, and rounding errors of those that it has sent, are added to the next
+gradient (error feedback).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _ALIGNMENT = 8
 class TopKMessage:
     """Layout of one rank's message for one bucket: range, indices, values, flags, each at a multiple of 8 bytes.
 
-    The range is one float64, the largest absolute value; it is not finite if one of the rank's values is not. Flags
-    are one byte each.
+    The range is one float64, the largest absolute value; it is not finite if any of the rank's values is not finite.
+    Each flag is one byte.
 
     count: number of elements that are sent.
     num_flags: number of flags.
@@ -53,7 +54,7 @@ class TopKMessage:
 
     @classmethod
     def of(cls, bucket: Bucket, *, fraction: float, value_dtype: torch.dtype | None) -> TopKMessage:
-        """Returns the layout for `bucket`. value_dtype: dtype of the values; None means that of the bucket."""
+        """Returns the layout for `bucket`. value_dtype: dtype of the values; None means the dtype of the bucket."""
         gradients = bucket.num_gradients
         return cls(
             count=math.ceil(fraction * gradients),
@@ -99,17 +100,17 @@ class TopKReducer(StepEnd):
     """`BucketReducer` that sends the largest elements of each bucket, with error feedback.
 
     Each bucket needs one all_gather, with one message per rank. It blocks, so buckets are reduced one after another.
-    With N ranks, every rank receives 8 N fraction bytes per element (float32 values), compared to 8 (N-1)/N with a
-    float32 ring: top-k is smaller if N fraction < 1. The result is deterministic, and bitwise equal on every rank. If
-    a bucket is not finite on any rank, the result is not finite on all, and the residuals do not change (`end_step`). A
-    parameter that no rank used keeps its residual.
+    With N ranks and float32 values, every rank receives 8 * N * fraction bytes per element; with a float32 ring it
+    receives 8 (N-1)/N bytes. So top-k receives fewer bytes if N * fraction < 1. The result is deterministic, and
+    bitwise equal on every rank. If a bucket is not finite on any rank, the result is not finite on all ranks, and the
+    residuals do not change (`end_step`). A parameter that no rank used keeps its residual.
 
     Args:
         comm: Communicator used by this object only.
         fraction: Fraction of a bucket's elements that each rank sends, at least one element.
-        value_dtype: torch.float16 sends values relative to the rank's largest in two bytes, which cannot overflow;
-            None sends them in the bucket's dtype.
-        start_step: Number of first steps in which all elements are sent.
+        value_dtype: Dtype in which values are sent. torch.float16: two bytes per value, divided by a power of two near
+            the rank's largest absolute value, so that no value overflows. None: the bucket's dtype.
+        start_step: Number of steps at the start of training in which all elements are sent.
         topology: Placement of the ranks for `bytes_sent`, which is computed for a ring (see `collective_reducer`).
 
     Raises:
@@ -144,7 +145,10 @@ class TopKReducer(StepEnd):
 
     @staticmethod
     def needs(buckets: Sequence[Bucket], *, num_ranks: int) -> tuple[int, int]:
-        """Returns the bytes of a rank's messages, and those that it sends in a step, by default options."""
+        """Returns what a reducer with default options needs: memory for a rank's messages, and bytes sent per step.
+
+        Both are bytes of one rank.
+        """
         messages = sum(
             TopKMessage.of(bucket, fraction=FRACTION, value_dtype=None).num_bytes for bucket in buckets
         )
@@ -234,7 +238,7 @@ class TopKReducer(StepEnd):
         return values.to(like.dtype) * unit
 
     def _keep_unused(self, planned: _Planned) -> None:
-        """Keeps the residuals of parameters that no rank used, since the optimizer skips these."""
+        """Keeps the residuals of parameters that no rank used, since the optimizer skips these parameters."""
         flags = planned.memory[planned.bucket.first_flag :].tolist()
         for slot, flag in zip(planned.bucket.slots, flags, strict=True):
             if flag == 0:
@@ -273,7 +277,10 @@ class TopKReducer(StepEnd):
 
 
 def _unit(largest: float) -> float:
-    """Returns a power of two within a factor of 2 of `largest`, so that scaling is exact; 1 if it is not finite."""
+    """Returns a power of two within a factor of 2 of `largest`, so that scaling is exact.
+
+    Returns 1 if `largest` is not finite.
+    """
     if not math.isfinite(largest):
         return 1.0
     # Not below the normal float32 numbers, because values are divided by it.

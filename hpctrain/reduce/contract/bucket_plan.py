@@ -1,8 +1,8 @@
 """Assignment of gradients to buckets. Pure planning.
 
-Parameters are taken in the order in which their gradients become ready, so that the first bucket can be reduced while
-backward still runs (Li et al. 2020, arXiv:2006.15704). Until that order is known, it is assumed to be the reverse of
-the order of registration.
+Parameters are assigned to buckets in the order in which their gradients become ready, so that the first bucket can be
+reduced while backward still runs (Li et al. 2020, arXiv:2006.15704). Until that order is known, the reverse of the
+order of registration is used.
 
 A bucket holds gradients of one dtype, then a gap, then one flag element per parameter, which is 1 if the rank had a
 gradient for it. A parameter that no rank used gets no gradient, as in training on one rank.
@@ -28,10 +28,10 @@ class Slot:
     """Place of one parameter's gradient in its bucket, in elements.
 
     parameter: index of the parameter in the optimizer's order.
-    offset, numel: position in the bucket and number of elements.
-    used_flag: position of the parameter's flag in the bucket, which is 1 if the rank had a gradient.
-    position: offset in gradient space, the concatenation of all flattened parameters in the optimizer's order, which
-    does not depend on the buckets.
+    offset, numel: position of the gradient in the bucket, and its number of elements.
+    used_flag: position in the bucket of the parameter's flag, which is 1 if the rank had a gradient for the parameter.
+    position: offset of the gradient in gradient space, the concatenation of all flattened parameters in the
+    optimizer's order. It does not depend on the buckets.
     shape: shape of the gradient in memory order, outermost dimension first; empty if unknown.
     """
 
@@ -61,13 +61,18 @@ class Bucket:
 
     @property
     def first_flag(self) -> int:
-        """Position of the first flag. The flags, one per slot in slot order, extend to the end of the bucket."""
+        """Position of the first flag in the bucket. One flag per slot, in slot order, fills the rest of the bucket."""
         return self.slots[0].used_flag
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """Properties of a gradient that the plan depends on. dtype: dtype in which it is summed, see `sum_dtype`."""
+    """The properties of a gradient on which the plan depends.
+
+    numel: number of elements.
+    dtype: dtype in which the gradient is summed; see `sum_dtype`.
+    shape: shape of the gradient in memory order; empty if unknown.
+    """
 
     numel: int
     dtype: torch.dtype
@@ -77,8 +82,8 @@ class GradientSpec:
 def sum_dtype(parameter: torch.dtype) -> torch.dtype:
     """Returns the dtype in which gradients of parameters of dtype `parameter` are summed over the ranks.
 
-    It is float64 for float64 (and complex128), and float32 for all others, because half types lose bits in each
-    addition.
+    It is float64 for float64 (and complex128), and float32 for all other dtypes, because half-precision types lose bits
+    in each addition.
     """
     return torch.float64 if parameter in (torch.float64, torch.complex128) else torch.float32
 
@@ -88,7 +93,8 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Returns buckets with up to `bucket_bytes` of gradients each; a larger gradient gets a bucket of its own.
 
-    order: index of every parameter, in the order in which gradients become ready; None: the last parameter first.
+    order: indices of all parameters, in the order in which their gradients become ready; None: the last parameter
+    first.
 
     Raises UsageError for a size below 1, or an order that does not contain each parameter once.
     """
@@ -114,9 +120,11 @@ def plan_buckets(
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """A partly filled bucket: `num_elems` elements are complete once the gradients of `parameters` are written.
+    """A partly filled bucket: its first elements are complete once the gradients of `parameters` are written.
 
-    They are the first elements of the bucket.
+    bucket: index of the bucket.
+    num_elems: number of these elements.
+    parameters: indices of the parameters.
     """
 
     bucket: int
@@ -125,9 +133,10 @@ class Milestone:
 
 
 def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Milestone]:
-    """Returns when to announce that a bucket is partly filled: by the parameter whose gradient completes that part.
+    """Returns the milestones, after which to announce that a bucket is partly filled.
 
-    Only the last bucket of each dtype has such milestones, each after half of the remaining elements and at least
+    The key of a milestone is the index of the parameter whose gradient completes it. Only the last bucket of each dtype
+    has milestones. Each milestone adds at least half of the elements that remained after the previous one, and at least
     `least_elems`: so there are few announcements, and few elements remain after the last one. The other buckets are
     announced when they are full.
     """

@@ -27,7 +27,15 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A block of a global tensor, for a checkpoint. A block that covers the whole tensor is the same on all ranks."""
+    """This rank's block of a global tensor, for a checkpoint.
+
+    A block that covers the whole tensor is the same on all ranks.
+
+    name: name of the global tensor in the checkpoint.
+    tensor: the block.
+    global_shape: shape of the global tensor.
+    offset: index of the block's first element in the global tensor, one entry per dimension.
+    """
 
     name: str
     tensor: torch.Tensor
@@ -39,7 +47,8 @@ class StateTensor:
 class Reduced:
     """Result of the reductions of a step, with the same bits on every rank.
 
-    norm_square: sum of the squares of all gradients, as they are in the buckets; infinite or NaN if a gradient is.
+    norm_square: sum of the squares of all gradients, as they are in the buckets; infinite or NaN if a gradient is not
+    finite.
     numbers: sums over the ranks of the numbers passed to `finish`, shape (n,), float64.
     """
 
@@ -53,18 +62,21 @@ Finishing: TypeAlias = Generator[bool, None, Reduced]
 
 @runtime_checkable
 class InBackground(Protocol):
-    """Optional interface of a reducer whose reductions a thread outside Python continues once they have started."""
+    """Optional interface of a reducer. Once a reduction has started, a thread outside Python continues it."""
 
     def in_background(self, number: int) -> bool:
         """Returns True if the reduction of bucket `number` continues in such a thread; the same on every rank.
 
-        Not collective. The first `next` of such a reduction does not wait for other ranks, so it is started within
-        backward even if no core is free for a thread of hpctrain.
+        Not collective. The first `next` of such a reduction does not wait for other ranks, so such a reduction is
+        started during backward even if no core is free for a thread of hpctrain.
         """
 
 
 class KeepsState(Protocol):
-    """Interface of what keeps tensors from step to step and in checkpoints, such as residuals of error feedback."""
+    """Interface of an object that keeps tensors from step to step, which checkpoints must hold.
+
+    An example are the residuals of error feedback.
+    """
 
     def end_step(self, *, applied: bool, rescale: float) -> None:
         """Ends the step for error feedback: the values of the step count as sent only if it was applied.
@@ -92,16 +104,16 @@ class KeepsState(Protocol):
 
         Returns:
             For some tensors, by name, the row ranges that this rank needs, ascending. `load_state` needs all rows of
-            the others.
+            the other tensors.
         """
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
         """Restores `state` from a checkpoint. Collective; call it after `plan`.
 
         Args:
-            tensors: Saved tensors by name: either whole, or the rows from `rows_to_load` (along the first dimension),
-                concatenated. Missing tensors (of another wire format) start as in a new run; unknown names are
-                ignored.
+            tensors: Saved tensors by name. Each is either whole, or the concatenation of the rows from `rows_to_load`
+                (along the first dimension). A tensor that is missing, because another wire format was used, starts as
+                in a new run; unknown names are ignored.
             shapes: Shapes of the whole tensors, by name; None if `tensors` are whole.
 
         Raises:
@@ -136,7 +148,7 @@ class BucketReducer(KeepsState, Protocol):
             One tensor per bucket, of shape (bucket.numel,) and dtype bucket.dtype.
 
         Raises:
-            BufferMismatch: On every rank, naming the rank that differs. The ranks have different plans.
+            BufferMismatch: The ranks have different plans. Raised on every rank; it names the ranks that differ.
         """
 
     def reduce(self, number: int) -> Iterator[bool]:
@@ -159,27 +171,27 @@ class BucketReducer(KeepsState, Protocol):
         """Announces that, from the next plan on, each step ends with `finish`. Not collective."""
 
     def begin_step(self, factor: float) -> float:
-        """Requests sums that are multiplied by `factor`, until the next call. Not collective.
+        """Requests that sums are multiplied by `factor`, until the next call of `begin_step`. Not collective.
 
         Args:
             factor: Requested factor, the same on every rank.
 
         Returns:
-            The factor that the sums will have, the same on every rank: `factor` if that needs no further pass over the
-                gradients, otherwise 1.
+            The factor by which the sums will be multiplied, the same on every rank: `factor` if the multiplication
+                needs no further pass over the gradients, otherwise 1.
         """
 
     def filled(self, number: int, num_elems: int) -> None:
         """Announces that the first `num_elems` elements of bucket `number` are written. Not collective.
 
-        The reduction may start with these elements, and overwrite them. Announcing is optional.
+        The reduction may then start with these elements, and overwrite them. A call is optional.
         """
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
         """Ends the reductions of a step: computes the gradient norm and sums `numbers` over the ranks. Collective.
 
         Call it on every rank at the same place: either before the first reduction of the step starts, so that the
-        numbers can be sent with it, or after the last one has ended.
+        numbers can be sent with that reduction, or after the last reduction has ended.
 
         Args:
             numbers: float64 array of shape (n,), overwritten with the sums; n is the same on every rank.
@@ -197,9 +209,11 @@ class BucketReducer(KeepsState, Protocol):
 
 
 def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) -> None:
-    """Raises BufferMismatch on every rank, naming the ranks that differ, unless all have the same plan. Collective.
+    """Raises BufferMismatch on every rank unless all ranks have the same plan. Collective.
 
-    how: name and settings of the reducer, as one line.
+    The error names the ranks that differ.
+
+    how: name and settings of the reducer, as one line; they must be the same on all ranks too.
     """
     layout = repr([
         (str(b.dtype), b.numel, [(s.parameter, s.offset, s.numel, s.used_flag) for s in b.slots]) for b in buckets
@@ -214,7 +228,12 @@ def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) ->
 
 
 def check_dtypes(buckets: Sequence[Bucket], *, what: str) -> None:
-    """Raises UsageError unless all buckets are float32 or float64. After `check_same_plan`, all ranks raise it."""
+    """Raises UsageError unless all buckets are float32 or float64.
+
+    Call it after `check_same_plan`, so that all ranks raise the error.
+
+    what: name of the wire format, for the message.
+    """
     for bucket in buckets:
         if bucket.dtype not in (torch.float32, torch.float64):
             raise UsageError(
@@ -237,7 +256,7 @@ SPIN_S = 500e-6
 
 @final
 class Backoff:
-    """Waits between polls that found no progress: not at all at first, then in sleeps that double up to a limit."""
+    """Waits between polls that found no progress: in sleeps, each twice as long as the one before, up to a limit."""
 
     def __init__(
         self, *, shortest_wait_s: float = SHORTEST_WAIT_S, longest_wait_s: float = LONGEST_WAIT_S
@@ -252,7 +271,11 @@ class Backoff:
         self._wait_s = self._shortest_wait_s
 
     def wait(self, sleep: Callable[[float], object] = time.sleep, *, eager: bool) -> None:
-        """Waits once. eager: True to spin first, if no other thread of this process needs the core."""
+        """Waits once.
+
+        eager: True to yield the core instead of sleeping during the first 0.5 ms. Use it if no other thread of this
+        process needs the core.
+        """
         if eager:
             now = time.perf_counter()
             if self._since is None:
@@ -265,7 +288,7 @@ class Backoff:
 
 
 def result_of(turns: Generator[bool, None, Result]) -> Result:
-    """Runs the generator to its end on the calling thread, with the waits that `step` uses, and returns its result."""
+    """Runs the generator to its end on the calling thread, as `run_to_end` does, and returns its result."""
     found: list[Result] = []
 
     def until_result() -> Iterator[bool]:
@@ -276,7 +299,7 @@ def result_of(turns: Generator[bool, None, Result]) -> Result:
 
 
 def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
-    """Polls the reductions in turn until all have ended, on the calling thread, with the waits that `step` uses."""
+    """Polls the reductions in turn until all have ended, on the calling thread. Waits with `Backoff` between polls."""
     in_flight = list(reductions)
     backoff = Backoff()
     while in_flight:
@@ -294,9 +317,9 @@ def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
 
 
 def until(ready: Callable[[], bool]) -> Iterator[bool]:
-    """Polls `ready` until it returns True. After a failed poll it yields: True the first time, False from then on.
+    """Polls `ready` until it returns True. After each failed poll it yields whether there was progress.
 
-    The first yield reports progress, which was made before the wait.
+    The first time it yields True, because the caller has made progress before the wait; from then on it yields False.
     """
     progressed = True
     while not ready():
@@ -305,7 +328,7 @@ def until(ready: Callable[[], bool]) -> Iterator[bool]:
 
 
 def one_round(active: deque[Iterator[bool]]) -> Iterator[bool]:
-    """Advances each generator once, and removes those that have ended. Yields True if any made progress."""
+    """Advances each generator once, and removes those that have ended. Yields True if any generator made progress."""
     progressed = False
     for _ in range(len(active)):
         chunk = active.popleft()

@@ -1,4 +1,4 @@
-"""The end of a step: gradient norm, clipping and divisor, and an all-reduce for reducers that only sum buckets."""
+"""The end of a step: gradient norm, clipping and divisor of the gradients, and the sum of a step's numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def square_of(norms: torch.Tensor) -> float:
 
 
 def square_of_all(tensors: Iterable[torch.Tensor]) -> float:
-    """Returns the sum of the squares of all elements of `tensors`, of any shape; infinite or NaN if an element is.
+    """Returns the sum of the squares of all elements of `tensors`, which may have any shape.
+
+    The sum is infinite or NaN if an element is.
 
     Needs memory for one norm per ROW_ELEMS elements, and for a copy of each tensor that is not contiguous.
     """
@@ -101,11 +103,13 @@ def check_divide_by(
 ) -> None:
     """Raises UsageError unless `divide_by` is None, or names a number in `sums` that can be used as a divisor.
 
-    Gradients are divided by such a number if the weights of a step do not add up to 1, for example numbers of tokens.
+    Gradients are divided by such a number if the weights of a step do not add up to 1, for example if the weights are
+    numbers of tokens.
 
     plain: True if a backward of this step ran outside the updater, which then weighted all ranks equally.
-    wire: wire format. With error feedback, what is not sent in a step would be divided by the sum of the next step.
-    None: the weights of each step add up to about 1, so that any wire format can be used.
+    wire: wire format. A wire format with error feedback cannot be used with `divide_by`: what is not sent in a step
+    would be divided by the number of the next step. None: the weights of each step add up to about 1, so that any wire
+    format can be used.
     """
     if divide_by is None:
         return
@@ -130,10 +134,11 @@ def check_divide_by(
 
 
 def divisor(totals: Mapping[str, float], *, divide_by: str | None) -> float:
-    """Returns the sum over the ranks of the number `divide_by`, or 1 if that is None.
+    """Returns the sum over the ranks of the number `divide_by`, or 1 if `divide_by` is None.
 
-    With 0 the step cannot be applied. Raises UsageError if the sum is negative or not finite: on all ranks, since
-    `totals` are the same on them.
+    If the sum is 0, the step cannot be applied. Raises UsageError on all ranks if the sum is negative or not finite.
+
+    totals: the sums by name, the same on every rank.
     """
     total = 1.0 if divide_by is None else totals[divide_by]
     if not 0 <= total < math.inf:
@@ -148,7 +153,7 @@ def divisor(totals: Mapping[str, float], *, divide_by: str | None) -> float:
 class StepEnd:
     """Base class of reducers that only sum buckets: defaults for `keep_squares`, `begin_step`, `filled` and `finish`.
 
-    Its `finish` makes one more pass over the gradients, and one all-reduce.
+    `finish` makes one more pass over the gradients, and one all-reduce.
     """
 
     _squares: GradientSquares
@@ -169,7 +174,10 @@ class StepEnd:
 
 
 def all_reduced(squares: GradientSquares, numbers: Numbers, *, comm: Collective) -> Finishing:
-    """Computes the gradient norm and sums `numbers` in one all-reduce; each rank squares its share of the gradients."""
+    """Computes the gradient norm and sums `numbers` over the ranks, in one all-reduce.
+
+    Each rank computes the sum of squares of its share of the gradients.
+    """
     share = squares.of_share(comm.rank, num_shares=comm.num_ranks)
     if comm.num_ranks > 1:
         buffer = torch.from_numpy(np.concatenate([[share], numbers]))

@@ -28,12 +28,12 @@ ReductionObserver: TypeAlias = Callable[[int, float, float], object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardTimes:
-    """Times of one step on this rank.
+    """Times of one step on this rank, and the sizes of its buckets.
 
     backward_s: duration of the step's last backward, in seconds.
     update_s: duration of the update after the reduction, in seconds.
     ready_s: for each bucket, seconds from the start of that backward until all gradients of the bucket were ready.
-    bucket_bytes: size of each bucket.
+    bucket_bytes: size of each bucket, in bytes.
     """
 
     backward_s: float
@@ -47,7 +47,7 @@ class StepOutcome:
     """Result of `DistributedOptimizer.step`. All fields except the times are the same on every rank.
 
     Attributes:
-        applied: False if the step was dropped: gradients were not finite, or the step was not accepted. The
+        applied: False if the step was dropped, because gradients were not finite, or `accepts` returned False. The
             parameters are then unchanged.
         grad_norm: Global 2-norm of the gradients before clipping; nan if they were not finite.
         loss_scale: Loss scale that was used in this step.
@@ -56,8 +56,8 @@ class StepOutcome:
         hidden_sync_s: Part of `sync_s` during which training continued.
         exposed_sync_s: Seconds during which communication blocked training.
         update_s: Seconds of `step` after the reductions.
-        times: Times of the backward pass and of the buckets; None if backward ran outside of the updater, or left
-            buckets incomplete.
+        times: Times of the backward pass and of the buckets; None if backward ran outside of the updater, or if
+            buckets were incomplete when backward ended.
     """
 
     applied: bool  # False: gradients were not finite, or were not accepted; parameters are unchanged
@@ -85,7 +85,8 @@ class DistributedOptimizer(Protocol):
             weight: This micro-batch's share of the global batch (samples / global samples). The sum over ranks and
                 micro-batches is then the mean over the global batch, also if the ranks have different numbers of
                 samples.
-            last: True for the last micro-batch of a step. The gradients of the others are only accumulated.
+            last: True for the last micro-batch of a step. The gradients of the other micro-batches are only
+                accumulated.
         """
 
     def step(
@@ -134,8 +135,8 @@ class DistributedOptimizer(Protocol):
         Not collective. Call it between steps. Nothing is observed in a run of one rank, which has no reductions.
 
         Args:
-            observer: Function of the bucket's number and the start and end of its reduction, in seconds of
-                `time.perf_counter`; None removes the observer.
+            observer: Function of three arguments: the index of the bucket, and the start and end of its reduction, in
+                seconds of `time.perf_counter`. None removes the observer.
         """
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -151,11 +152,11 @@ class DistributedOptimizer(Protocol):
         """Returns this rank's part of the tensors that a checkpoint must hold; possibly none. Not collective."""
 
     def prepare_to_load(self, state: Mapping[str, Any]) -> None:
-        """Changes to the reduction of the saved run, if measurements chose both. Collective; call it between steps.
+        """Changes to the reduction of the saved run, if measurements chose that reduction and this run's.
 
-        Where measurements have chosen another algorithm, wire format or bucket size than those of the saved run, the
-        sums would be rounded in another way. The saved run's are used if they are available here and the ranks are
-        placed on nodes as they were.
+        Collective; call it between steps. With another algorithm, wire format or bucket size than in the saved run, the
+        sums would be rounded in another way. So those of the saved run are used, if they are available here and the
+        ranks are placed on nodes as in the saved run.
 
         Args:
             state: The saved state that `load_state` will get.
@@ -185,9 +186,9 @@ class DistributedOptimizer(Protocol):
 
         Args:
             state: What `state` returned when the checkpoint was saved.
-            tensors: Saved tensors by name, with the dtypes of `state_tensors`: either whole, or the rows from
-                `rows_to_load` (along the first dimension), concatenated. A missing tensor starts as in a new run; an
-                unknown name is ignored.
+            tensors: Saved tensors by name, with the dtypes of `state_tensors`. Each is either whole, or the
+                concatenation of the rows from `rows_to_load` (along the first dimension). A missing tensor starts as
+                in a new run; an unknown name is ignored.
             shapes: Shapes of the whole tensors, by name; None if `tensors` are whole.
         """
 
@@ -197,7 +198,7 @@ class DistributedOptimizer(Protocol):
         The updater cannot step afterwards.
 
         Returns:
-            False if a reduction hangs.
+            False if the thread did not end, because a reduction hangs.
         """
 
 
@@ -221,16 +222,16 @@ _NOT_ON_PARTS = ("adafactor", "rprop")
 def check_optimizer(
     optimizer: torch.optim.Optimizer, *, layout: Layout, model: torch.nn.Module | None = None
 ) -> None:
-    """Raises UsageError, which names what to use instead, if the optimizer does not work with this layout of the model.
+    """Raises UsageError if the optimizer does not work with this layout of the model. The message says what to use.
 
-    model: the model whose modules are searched for sparse gradients, which are refused where ranks hold parts of
-    layers or pipeline stages.
+    model: the model. If ranks hold parts of layers or pipeline stages, its modules must not have sparse gradients.
+    None: its modules are not checked.
     """
     name = type(optimizer).__name__
     if takes_closure(optimizer):
         raise UsageError(
-            f"{name} calls a closure that computes the loss again within a step, and an updater steps on gradients "
-            "that are summed already: use AdamW, or SGD with momentum"
+            f"{name} calls a closure that computes the loss again within a step, but an updater steps on gradients "
+            "that are already summed: use AdamW, or SGD with momentum"
         )
     if layout == "none":
         return
@@ -242,13 +243,13 @@ def check_optimizer(
         )
     if layout in ("optimizer", "gradients") and is_by_layer(optimizer):
         raise UsageError(
-            f"{name} needs whole layers to update an element, such as their norms, of which a rank has a part with "
-            f"{where}: use AdamW, Adam or SGD, or leave shard out"
+            f"{name} needs whole layers to update an element, for example the norm of a layer, but with {where} a rank "
+            "has only parts of layers: use AdamW, Adam or SGD, or leave shard out"
         )
     if layout in ("parameters", "tensor") and _is_one_of(optimizer, _NOT_ON_PARTS):
         raise UsageError(
-            f"{name} uses operations that PyTorch does not have for parts of parameters, of which {where} consists: "
-            "use AdamW, Adam or SGD, or leave parameters whole"
+            f"{name} uses operations that PyTorch does not have for parts of parameters, and with {where} a rank has "
+            "only such parts: use AdamW, Adam or SGD, or leave parameters whole"
         )
     sparse = [name for name, module in model.named_modules() if _has_sparse_gradient(module)] if model else []
     if layout in ("parameters", "tensor", "stages") and sparse:
@@ -276,7 +277,7 @@ def takes_sparse_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def is_by_layer(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if the optimizer's update of one element depends on other elements of its layer.
 
-    Such optimizers are known by name.
+    Such optimizers are recognized by the names of their classes.
     """
     return _is_one_of(optimizer, _WHOLE_LAYERS)
 

@@ -1,1 +1,1 @@
-"""The all-reduce updater: gradients as views of buckets, loss scale, reduction thread, gradient norm."""
+"""Updaters for models of which each rank holds a whole copy: gradients in buckets, loss scale, reduction thread."""

@@ -45,10 +45,16 @@ class MeasuredChoice(Protocol):
         """Returns the choice for a checkpoint, as values for JSON."""
 
     def can_become(self, saved: Any) -> bool:
-        """Returns True if `saved`, a `document` or None, is another choice that is possible here. Not collective."""
+        """Returns True if `saved` differs from this choice and is possible in this run. Not collective.
+
+        saved: the `document` of a saved choice; None if the checkpoint has none.
+        """
 
     def become(self, saved: Mapping[str, Any]) -> tuple[BucketReducer, int]:
-        """Closes the reducer. Returns that of the saved choice, and its bucket size in bytes. Collective."""
+        """Closes the reducer, and creates the reducer of the saved choice. Collective.
+
+        Returns the new reducer, and the bucket size of the saved choice in bytes.
+        """
 
 
 @final
@@ -56,26 +62,26 @@ class AllReduceUpdater(UpdaterBase):
     """`DistributedOptimizer` that sums gradient buckets on a separate thread while backward runs.
 
     The constructor is collective. A plain `loss.backward()` has weight 1/num_ranks, like Horovod's average. From
-    backward to `step` a parameter's `.grad` cannot be read or changed, unless `synchronize` is called; sparse
-    gradients are made dense. In the first step the buckets follow the reverse order of registration, later the order
-    in which gradients became ready on rank 0.
+    backward to `step` a parameter's `.grad` cannot be read or changed, unless `synchronize` is called. Sparse
+    gradients are made dense. In the first step the parameters are assigned to buckets in the reverse order of
+    registration, later in the order in which gradients became ready on rank 0.
 
     Args:
         optimizer: Any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
-        comm: Communicator of all ranks, used from the calling thread for the small sums of a step if the reducer
-            cannot sum them.
-        reducer: Sums buckets over all ranks, from the reduction thread and, between steps, from the calling thread. It
-            needs a separate communicator; the caller closes it after the updater.
+        comm: Communicator of all ranks. The calling thread uses it for the small sums of a step, if the reducer cannot
+            compute them.
+        reducer: Sums buckets over all ranks, on the reduction thread and, between steps, on the calling thread. It
+            needs a communicator of its own. The caller closes the reducer after the updater.
         bucket_bytes: Maximum size of a bucket's gradients.
         loss_scale: Loss scale; None means 1, or 1024 and dynamic with the wire format fp16.
         clip_norm: Limit of the global 2-norm of the gradients; None means no clipping.
         max_in_flight: Maximum number of reductions in flight.
-        overlap: False to reduce in `step`, on the calling thread; only reductions that a thread outside Python
-            continues (`InBackground`) then still start within backward.
+        overlap: True to reduce on a separate thread during backward. False to reduce in `step`, on the calling thread;
+            then only reductions that a thread outside Python continues (`InBackground`) start during backward.
         oversubscribed: True if there are more ranks than cores; polls for progress are then further apart.
-        model: Model that computes with the parameters, to notice if its parameters are replaced.
-        choice: The measured choice that `reducer` and `bucket_bytes` are; None if they were asked for. It is saved,
-            and the one of a loaded checkpoint replaces it.
+        model: Model that computes with the parameters. The updater checks that its parameters are not replaced.
+        choice: The measured choice from which `reducer` and `bucket_bytes` come; None if the user asked for them. The
+            choice is saved in checkpoints, and the choice of a loaded checkpoint replaces it.
 
     Raises:
         UsageError: An argument is invalid, or the optimizer has no trainable parameters, or parameters on several
@@ -128,8 +134,9 @@ class AllReduceUpdater(UpdaterBase):
         """Completes the sums after backward, so that each `.grad` is the mean over the ranks. Collective.
 
         Until `step` or `zero_grad` the script may read and change the gradients, in the same way on every rank. A
-        second call does nothing. It is for GradScaler, which calls it itself, and for `clip_grad_norm_` if `clip_norm`
-        is not sufficient. If the sums are not finite, buffers that forward has changed are restored.
+        second call does nothing. Call `synchronize` before `clip_grad_norm_`, if `clip_norm` is not sufficient. A
+        GradScaler needs no call: it reads `param_groups`, which calls `synchronize`. If the sums are not finite,
+        buffers that forward has changed are restored.
         """
         if self._synchronized:
             return
@@ -232,7 +239,7 @@ class AllReduceUpdater(UpdaterBase):
         self._begin_step()
 
     def _release(self) -> bool:
-        """See `UpdaterBase._release`. If it returns False, a hanging reduction still uses its memory."""
+        """See `UpdaterBase._release`. If it returns False, a hanging reduction still uses the memory of its bucket."""
         ended = self._pipeline is None or self._pipeline.close()
         if not self._closed:
             self._planned.memory.release()
@@ -269,10 +276,10 @@ class AllReduceUpdater(UpdaterBase):
         return gradient_is_ready
 
     def _begin_again(self) -> None:
-        """Handles a gradient that arrives after gradients were already sent.
+        """Handles a gradient that becomes ready after gradients of this step were already sent.
 
-        If the script has set those to None, by `zero_grad` of the model or the optimizer, their step is abandoned.
-        Otherwise raises UsageError.
+        If the script has set the sent gradients to None, by `zero_grad` of the model or the optimizer, the step is
+        abandoned and a new one begins. Otherwise raises UsageError.
         """
         if self._planned.memory.any_is_given():
             raise UsageError(
@@ -284,7 +291,7 @@ class AllReduceUpdater(UpdaterBase):
         self._abandon()
 
     def _abandon(self) -> None:
-        """Ends a step that will not be made because the script has dropped its gradients. Collective."""
+        """Ends a step that is not applied because the script has dropped its gradients. Collective."""
         if not self._synchronized:
             self._planned.filling.put_zeros()
             self._finish_sums()
@@ -332,8 +339,8 @@ class AllReduceUpdater(UpdaterBase):
     def _numbers(self, sums: Mapping[str, float]) -> Numbers:
         """Returns the numbers that are summed in addition to the gradients, shape (n,).
 
-        The first is 1 if this is rank 0 and it has just learned the order in which gradients become ready, otherwise
-        0. The caller's numbers follow, sorted by name.
+        The first number is 1 if this is rank 0 and it has just learned the order in which gradients become ready,
+        otherwise 0. The caller's numbers follow, sorted by name.
         """
         may_know = self._distributed and self._planned.order is None and self._comm.rank == 0
         news = may_know and bool(self._planned.filling.ready)

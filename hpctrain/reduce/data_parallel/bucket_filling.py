@@ -1,4 +1,4 @@
-"""Plans buckets, fills them as gradients become ready, and submits them in an order that all ranks share."""
+"""Plans buckets, fills them as gradients become ready, and submits them in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from hpctrain.reduce.data_parallel.parameter_checks import ParameterChecks
 
 @final
 class BackwardClock:
-    """Context manager that records, for the last backward of a step, when each bucket becomes complete.
+    """Context manager around the last backward of a step. It records when each bucket becomes complete.
 
-    Scaling to more nodes is predicted from these times.
+    Predictions of the scaling to more nodes use these times.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,10 @@ class BackwardClock:
         self._filled: list[float] = []
 
     def times(self, buckets: Sequence[Bucket], *, update_s: float) -> BackwardTimes | None:
-        """Returns the times of the step; None if backward ran elsewhere, or left a bucket incomplete."""
+        """Returns the times of the step.
+
+        Returns None if backward ran outside of this context manager, or if a bucket was incomplete when it ended.
+        """
         if not self._began < self._ended or not self._filled or self._filled[-1] > self._ended:
             return None
         return BackwardTimes(
@@ -68,12 +71,13 @@ _MIN_ANNOUNCED_ELEMS = 1 << 15
 class BucketFilling:
     """Fills the buckets of `memory` with the gradients of one step at a time.
 
-    checks: checks of the parameters.
-    reducer: reducer that is told of filled parts if `announces` is True (`BucketReducer.filled`).
-    submit: function that is called with the number of each complete bucket.
-    clock: records when buckets are complete.
+    checks: checks of the parameters, which explain an error in writing a gradient.
+    reducer: reducer that sums the buckets.
+    announces: True to tell the reducer when a part of a bucket is filled (`BucketReducer.filled`).
+    submit: function that is called with the index of each complete bucket.
+    clock: clock that records when buckets are complete.
 
-    ready: indices of the parameters whose gradients became ready in this step, in this order.
+    ready: indices of the parameters whose gradients became ready in this step, in the order of becoming ready.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class BucketFilling:
 
     @property
     def has_begun(self) -> bool:
-        """True if a gradient of this step is in its bucket."""
+        """True if at least one gradient of this step is in its bucket."""
         return any(self._placed)
 
     def is_placed(self, index: int) -> bool:
@@ -130,20 +134,23 @@ class BucketFilling:
             self._announce_filled(milestone)
 
     def put_rest(self, *, factor: float) -> None:
-        """Writes the gradients that no hook has written: of unused parameters, or all on ranks without samples."""
+        """Writes the gradients that no hook has written.
+
+        These are the gradients of unused parameters and, on ranks without samples, all gradients.
+        """
         if not all(self._placed):
             for index, placed in enumerate(self._placed):
                 if not placed:
                     self._put(index, factor=factor)
 
     def put_zeros(self) -> None:
-        """Writes zeros for all parameters whose gradient is not in its bucket."""
+        """Writes zeros for all parameters whose gradient is not in its bucket yet."""
         for index, placed in enumerate(self._placed):
             if not placed:
                 self._count(index, bucket=self._memory.put_zeros(index))
 
     def send_complete(self) -> None:
-        """Submits full buckets in the order of the plan, which is the same on every rank so that reductions match."""
+        """Submits full buckets in the order of the plan, which is the same on every rank, so that reductions match."""
         while self._next_bucket < len(self._waiting_for) and self._waiting_for[self._next_bucket] == 0:
             self._memory.complete(self._next_bucket)
             self._clock.filled()
@@ -172,14 +179,16 @@ class BucketFilling:
         return self._waiting_for[bucket]
 
     def _announce_filled(self, milestone: Milestone) -> None:
-        """Announces a filled part of a bucket; does nothing if gradients became ready in another order."""
+        """Announces a filled part of a bucket; does nothing if some gradients of this part are not ready yet."""
         if all(self._placed[index] for index in milestone.parameters):
             self._reducer.filled(milestone.bucket, milestone.num_elems)
 
 
 @final
 class PlannedBuckets:
-    """The buckets for the gradients of `parameters`, their memory, and what fills it. The constructor is collective.
+    """The buckets for the gradients of `parameters`, with their memory and the object that fills them.
+
+    The constructor is collective.
 
     bucket_bytes: maximum size of a bucket's gradients. The other arguments are those of `BucketFilling`.
 

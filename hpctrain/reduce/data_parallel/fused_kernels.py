@@ -1,7 +1,8 @@
 """PyTorch's fused optimizers, which update a parameter in one pass over memory: where they can be used, and how.
 
-On CPUs they read a parameter, its gradient and its moments as flat arrays, and do not compare their strides (PyTorch
-2.13): with tensors of different layouts they combine elements that do not belong together, without an error.
+On CPUs the fused kernels read a parameter, its gradient and its moments as flat arrays, and do not compare their
+strides (PyTorch 2.13). If these tensors have different layouts, the kernels combine elements that do not belong
+together, without an error.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ _OF_SHARDED_TENSORS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def use_fused_kernels(optimizer: torch.optim.Optimizer) -> bool:
-    """Sets `fused` in each parameter group for which PyTorch has a fused kernel. Returns True if it did in any.
+    """Sets `fused` in each parameter group for which PyTorch has a fused kernel. Returns True if there is such a group.
 
-    A group stays as it is if the script has set `fused`, `foreach` or `differentiable`, or if a parameter does not fit.
+    A group stays as it is if the script has set `fused`, `foreach` or `differentiable`, or if the kernel does not
+    support one of its parameters.
 
-    The result of a step differs from the loop over tensors by about one rounding per operation. Not collective; the
-    result is the same on all ranks if the optimizer is.
+    The updated parameters differ from those of PyTorch's loop over tensors by about one rounding per operation. Not
+    collective; the result is the same on all ranks if the optimizer is the same.
     """
     if type(optimizer) not in _ON_CPUS:  # a subclass may have a step of its own
         return False
@@ -36,10 +38,10 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def keep_layouts(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
-    """Gives gradients and moments the layout of their parameter before each step with a fused kernel.
+    """Registers hooks that give gradients and moments the strides of their parameter before each fused step.
 
-    Returns the handles of the hooks that do it. Raises UsageError if a parameter of a fused group has gaps in memory,
-    as a slice has: no fused kernel for CPUs can update it.
+    Returns the handles of the hooks. Raises UsageError if a parameter of a fused group has gaps in memory, as a slice
+    of another tensor has: no fused kernel for CPUs can update it.
     """
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"] if group.get("fused") else ()):
@@ -109,7 +111,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _differs(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Returns True if a tensor of the parameter's shape has other strides."""
+    """Returns True if the tensor has the parameter's shape, but other strides."""
     return (
         tensor.layout is torch.strided
         and tensor.stride() != parameter.stride()

@@ -1,6 +1,7 @@
-"""Gradients in bucket memory during a step: they are summed there, and the optimizer reads the sums there.
+"""Gradients in bucket memory: the gradients of a step are summed in the buckets, where the optimizer reads the sums.
 
-Between backward and the end of the sums, `.grad` is a placeholder that refuses every use (`PendingGradient`).
+From backward until the sums are complete, `.grad` is a placeholder, and every use of it is an error
+(`PendingGradient`).
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ _NO_NUMPY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist"
 
 @final
 class PendingGradient(torch.Tensor):
-    """Placeholder for `.grad` while a gradient is being summed: a tensor without memory that refuses every use.
+    """Placeholder for `.grad` while a gradient is being summed: a tensor without memory. Every use of it is an error.
 
-    So nothing can change a gradient whose sum has started, or read one that is half summed: neither operations that
-    raise no version counter (GradScaler, fused optimizers, `.data`) nor a numpy view. PyTorch passes each operation on
-    a tensor of such a class to `__torch_dispatch__`, including those of autograd and of lists of tensors
-    (`torch._foreach_*`).
+    So nothing can change a gradient whose sum has started, or read a half-summed gradient: neither a numpy view, nor
+    operations that do not increase the tensor's version counter (GradScaler, fused optimizers, `.data`). PyTorch passes
+    each operation on a tensor of this class to `__torch_dispatch__`, including operations of autograd and on lists of
+    tensors (`torch._foreach_*`).
 
-    It has the shape, strides, dtype and device of `parameter`.
+    The placeholder has the shape, strides, dtype and device of `parameter`.
 
-    words: message of the error for its use.
-    twice: message of the error for a second backward; None: that of `ran_twice`.
+    words: error message for a use of the placeholder.
+    twice: error message for a second backward; None: the message of `ran_twice`.
     held: gradient to which a further backward adds; None: a further backward is an error.
     """
 
@@ -105,9 +106,10 @@ class PendingGradient(torch.Tensor):
         raise GradientsInUse(NOT_READABLE if pending is None else pending.words)
 
     def add_to_held(self, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-        """Adds a gradient to `held`, as backward does. Returns the new `.grad`.
+        """Adds a gradient to `held`, as backward adds it to `.grad`. Returns the new `.grad`.
 
-        That is this placeholder if the addition is in place, and otherwise the sum, which is then no longer held.
+        If the addition is in place, the new `.grad` is this placeholder. Otherwise it is the sum, and `held` is then
+        None.
         """
         assert self.held is not None
         if in_place:
@@ -121,7 +123,10 @@ class PendingGradient(torch.Tensor):
 
 
 def ran_twice() -> BackwardRanTwice:
-    """Returns the error for a second gradient of a parameter in one step, with a message that fits the running code."""
+    """Returns the error for a second gradient of a parameter in one step.
+
+    Its message differs within reentrant activation checkpointing.
+    """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
@@ -137,7 +142,10 @@ def asks_for_gradients(caller: FrameType) -> bool:
 
 
 def refuse_grad_scaler(caller: FrameType) -> None:
-    """Raises UsageError if a GradScaler reads the parameters of an updater of which each rank holds only a part."""
+    """Raises UsageError if a GradScaler reads the parameter groups of an updater.
+
+    Only for updaters of models whose gradients no rank holds as a whole.
+    """
     if asks_for_gradients(caller):
         raise UsageError(
             "a GradScaler was given an updater of a sharded or split model: each rank has a part of the gradients, so "
@@ -165,12 +173,12 @@ for _name in _NO_NUMPY:
 
 @dataclass(slots=True)
 class _Place:
-    """Place of one parameter.
+    """The place of one parameter's gradient in the buckets.
 
-    bucket: number of its bucket.
-    slot: view of its part of the bucket, for writing; complex numbers are pairs.
+    bucket: index of the bucket.
+    slot: view of the gradient's part of the bucket, for writing; a complex number is a pair of real numbers.
     gradient: tensor on the same memory, used as `parameter.grad` once the sum is complete. None if the dtypes of
-    parameter and bucket differ: then `.grad` is another tensor, and the sum is copied into it.
+    parameter and bucket differ: then the sum is copied into another tensor, which becomes `.grad`.
     """
 
     bucket: int
@@ -213,7 +221,7 @@ class GradientMemory:
         self._usual_references = max((_references(place) for place in viewed), default=0)
 
     def put(self, index: int, *, factor: float) -> int:
-        """Writes the parameter's gradient, times `factor`, into its bucket. Returns the number of the bucket.
+        """Writes the parameter's gradient, times `factor`, into its bucket. Returns the index of the bucket.
 
         Afterwards `.grad` cannot be used until `set_gradients`. A missing gradient is written as zeros.
         """
@@ -241,7 +249,7 @@ class GradientMemory:
         return place.bucket
 
     def put_zeros(self, index: int) -> int:
-        """Writes zeros for a parameter without a gradient. Returns the number of the bucket."""
+        """Writes zeros for a parameter without a gradient. Returns the index of the bucket."""
         place = self._places[index]
         place.slot.zero_()
         return place.bucket
@@ -261,7 +269,7 @@ class GradientMemory:
     def complete(self, number: int) -> None:
         """Writes the flags of bucket `number`: 1 for each parameter with a gradient, otherwise 0.
 
-        Call it after all its `put`s.
+        Call it after `put` was called for all parameters of the bucket.
         """
         had = [self._had[slot.parameter] for slot in self.buckets[number].slots]
         flags = self._flags[number]
@@ -271,15 +279,15 @@ class GradientMemory:
             flags.copy_(torch.tensor(had))
 
     def check_untouched(self) -> None:
-        """Raises GradientsInUse if a `.grad` was replaced after `put`: the change would be missing from the sum."""
+        """Raises GradientsInUse if the script replaced a `.grad` after `put`: the new value would not be summed."""
         for parameter, pending, had in zip(self._parameters, self._pending, self._had, strict=True):
             if parameter.grad is not (pending if had else None):
                 raise GradientsInUse(NOT_READABLE)
 
     def take_changes(self) -> None:
-        """Copies the gradients that the script has changed after `set_gradients` back into the buckets.
+        """Copies the gradients that the script has replaced after `set_gradients` into the buckets.
 
-        A `.grad` that is another tensor is copied; a missing one counts as zeros.
+        Where `.grad` is None, zeros are written.
         """
         for parameter, place in zip(self._parameters, self._places, strict=True):
             gradient = parameter.grad
@@ -297,7 +305,10 @@ class GradientMemory:
             torch._foreach_mul_(self._gradients, factor)
 
     def copy_out(self) -> bool:
-        """Copies the sums into each `.grad` of another dtype. Returns False if one overflows there (float16)."""
+        """Copies the sum of each parameter whose dtype is not its bucket's into a tensor of the parameter's dtype.
+
+        Returns False if a sum overflows in that dtype (float16).
+        """
         finite = []
         for index in self._copied:
             parameter, slot = self._parameters[index], self._places[index].slot
@@ -322,10 +333,10 @@ class GradientMemory:
         return place.gradient if place.gradient is not None else self._own.get(index)
 
     def forget(self, *, applied: bool = True) -> None:
-        """Ends the step, after every `.grad` was dropped: the buckets may be written again.
+        """Ends the step: the buckets may be written again. Call it after every `.grad` was dropped.
 
-        A gradient that is still referenced elsewhere (an optimizer may compare it with the next one) gets memory of
-        its own. Only references to the tensor itself are detected, not views of it.
+        If a gradient is still referenced elsewhere (an optimizer may compare it with the next gradient), it gets memory
+        outside of the bucket. References to views of the gradient are not detected.
 
         applied: True if the step was applied.
         """
@@ -342,7 +353,7 @@ class GradientMemory:
                 place.gradient = fresh
 
     def release(self) -> None:
-        """Gives each parameter a copy of its gradient from the bucket, so that the bucket's memory can be freed."""
+        """Gives each parameter a copy of its gradient in the bucket, so that the bucket's memory can be freed."""
         for parameter, place, pending in zip(self._parameters, self._places, self._pending, strict=True):
             given = place.gradient is not None and parameter.grad is place.gradient
             if given or parameter.grad is pending:

@@ -31,7 +31,7 @@ class LossScale:
         good_steps: Good steps since the factor last changed or a step was skipped.
         skipped_in_row: Consecutive steps that were skipped up to now.
         skipped_total: Steps of the whole run that were skipped.
-        max_skipped_in_row: Number of consecutive skipped steps that is still allowed.
+        max_skipped_in_row: Largest number of consecutive skipped steps that is allowed.
     """
 
     value: float = 1.0
@@ -44,7 +44,7 @@ class LossScale:
 
     @classmethod
     def for_wire(cls, wire: str, *, max_skipped_in_row: int = 20) -> LossScale:
-        """Returns the loss scale for a wire format: a dynamic one if its range is small, else a constant one of 1."""
+        """Returns the loss scale for a wire format: dynamic if the format needs one, such as fp16, otherwise 1."""
         found = find_wire(wire)
         if found is None or found.loss_scale is None:
             return cls(max_skipped_in_row=max_skipped_in_row)
@@ -91,8 +91,8 @@ class LossScale:
         """Returns this loss scale with the value and history from a checkpoint.
 
         Args:
-            saved: The saved loss scale, as a dict of its fields. Its value is used only if both loss scales are
-                dynamic. `dynamic` and the limits are kept from this object.
+            saved: The saved loss scale, as a dict of its fields. Its `value` and `good_steps` are used only if both
+                loss scales are dynamic. `dynamic`, `growth_steps` and `max_skipped_in_row` are those of this object.
         """
         now = self
         if self.dynamic and saved["dynamic"]:

@@ -1,4 +1,4 @@
-"""Checks that the parameters are still those for which an updater was created."""
+"""Checks that the optimizer and the model still have the parameters for which an updater was created."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def check_updater_options(
     parameters: Sequence[torch.nn.Parameter], *, clip_norm: float | None, max_in_flight: int = 1
 ) -> None:
-    """Raises UsageError for options that an updater cannot work with. parameters: those that are trained."""
+    """Raises UsageError for options that an updater cannot work with.
+
+    parameters: the optimizer's parameters that need a gradient.
+    """
     check_clip_norm(clip_norm)
     if max_in_flight < 1:
         raise UsageError(f"max_in_flight is {max_in_flight}: give at least 1")
@@ -49,9 +52,12 @@ def check_open(*, closed: bool) -> None:
 
 
 class ParameterChecks:
-    """Checks of an updater's parameters against their state when the updater was created.
+    """Checks whether an updater's parameters have changed since the updater was created.
 
-    model: model that computes with them, if it is known; parameters that are not in it are not looked for there.
+    optimizer: the optimizer whose parameter groups are checked.
+    parameters: the parameters that need a gradient.
+    model: the model that computes with the parameters, if it is known. Parameters that are not in the model are only
+    looked for in the optimizer.
     """
 
     def __init__(
@@ -75,7 +81,11 @@ class ParameterChecks:
         ]
 
     def check(self) -> None:
-        """Raises UsageError if the trainable parameters of the optimizer or the model, or their kinds, have changed."""
+        """Raises UsageError if parameters have changed since the updater was created.
+
+        This is so if the optimizer has other trainable parameters, if a parameter of the model was replaced by another
+        tensor, or if a parameter has another shape, dtype or device.
+        """
         now = trainable(self._optimizer)
         if len(now) != len(self._parameters) or any(
             a is not b for a, b in zip(now, self._parameters, strict=True)
@@ -111,6 +121,6 @@ class ParameterChecks:
                 )
 
     def _is_elsewhere(self, parameter: torch.nn.Parameter) -> bool:
-        """Returns True if the model now has the parameter in another place, to which parametrizations move it."""
+        """Returns True if the model has the parameter in any module; parametrizations move parameters to others."""
         assert self._model is not None
         return any(found is parameter for found in self._model.parameters())

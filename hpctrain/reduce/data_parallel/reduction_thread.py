@@ -26,10 +26,10 @@ class _Submitted:
 
 
 class TimeInFlight(NamedTuple):
-    """Seconds with at least one reduction in flight.
+    """Seconds during which at least one reduction was in flight.
 
-    total_s: all of them.
-    hidden_s: those before `ReductionPipeline.wait` was called.
+    total_s: all of these seconds.
+    hidden_s: the part before `ReductionPipeline.wait` was called, during which training continued.
     """
 
     total_s: float
@@ -38,29 +38,32 @@ class TimeInFlight(NamedTuple):
 
 @final
 class ReductionPipeline:
-    """Runs the reductions `reduce(number)`, up to `max_in_flight` at the same time, by advancing them in turn.
+    """Runs the reductions of buckets, up to `max_in_flight` at the same time, by advancing them in turn.
 
-    Every rank submits the same numbers in the same order, and reductions start in that order. Each turn works as far
-    as it can without waiting. If no reduction made progress, the thread sleeps: 20 us at first, then longer each time,
-    up to `longest_wait_s`; once `wait` is called, it spins for a while first. An exception in a reduction is raised by
-    the next `wait` and by all later ones; other reductions, in flight or submitted later, are dropped.
+    Every rank submits the same bucket indices in the same order, and reductions start in that order. Each turn works as
+    far as it can without waiting. If no reduction made progress, the thread sleeps: 20 us at first, then longer each
+    time, up to `longest_wait_s`. While the training thread blocks in `wait`, the reducing thread spins for a short time
+    before it sleeps. An exception in a reduction is raised by the next `wait` and by all later calls of `wait`; all
+    other reductions, in flight or submitted later, are dropped.
 
-    On CUDA the thread has a stream of its own. Events order a reduction after the stream that filled its bucket, and
-    the stream that calls `wait` after the reductions.
+    On CUDA the thread has a stream of its own. Events make a reduction wait for the stream that filled its bucket, and
+    make the stream that calls `wait` wait for the reductions.
 
     Args:
-        reduce: Returns the generator of a bucket's reduction; see `BucketReducer.reduce`.
+        reduce: Function that returns the generator of a bucket's reduction, for the index of the bucket; see
+            `BucketReducer.reduce`.
         device: Device of the buckets.
         max_in_flight: Maximum number of reductions in flight.
         overlap: True to reduce on a separate thread, from `submit` on; False to reduce in `wait`, on the calling
             thread.
-        in_background: Returns True for buckets that start in `submit` even without `overlap`, up to 15 of them, since
-            a thread outside Python continues them. It returns the same on every rank. None: no bucket does.
+        in_background: Function of the index of a bucket. It returns True, on every rank, if a thread outside Python
+            continues the bucket's reduction: up to 15 such reductions start in `submit` even without `overlap`. None:
+            there are no such reductions.
         shortest_wait_s, longest_wait_s: First and longest sleep, in seconds.
 
     Attributes:
-        observer: Function that is called on the reducing thread after each reduction, with its number and the start
-            and end in seconds of `time.perf_counter`; None: nothing is called.
+        observer: Function that is called on the reducing thread after each reduction, with the index of the bucket, and
+            the start and end in seconds of `time.perf_counter`; None: nothing is called.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class ReductionPipeline:
             self._thread.start()
 
     def submit(self, number: int) -> None:
-        """Schedules the reduction of bucket `number`; it has ended when `wait` returns."""
+        """Schedules the reduction of bucket `number`. It has ended when `wait` returns."""
         item = _Submitted(number, filled=self._mark())
         with self._condition:
             self._pending += 1
@@ -108,7 +111,7 @@ class ReductionPipeline:
             self._condition.notify_all()
 
     def wait(self) -> TimeInFlight:
-        """Waits until all submitted reductions have ended. Returns the seconds with at least one of them in flight."""
+        """Waits until all submitted reductions have ended. Returns the seconds during which any was in flight."""
         waits_since = time.perf_counter()
         if self._thread is None and self._has_work():
             self._awaited = True
@@ -127,9 +130,10 @@ class ReductionPipeline:
         return TimeInFlight(busy_s, max(0.0, busy_s - (time.perf_counter() - waits_since)))
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()` returns True, while other reductions continue. Only with `overlap`.
+        """Waits until `done()` returns True, while reductions continue. Only with `overlap`.
 
-        The end of a reduction must be what makes it True. Raises the exception of a reduction that has failed.
+        `done()` is called again whenever a reduction ends, so it must be the end of a reduction that makes it True.
+        Raises the exception of a reduction that has failed.
         """
         with self._condition:
             self._awaited = True
@@ -147,7 +151,7 @@ class ReductionPipeline:
             raise error
 
     def close(self) -> bool:
-        """Ends the thread. Returns False if a reduction hangs; its bucket may then still change."""
+        """Ends the thread. Returns False if a reduction hangs; the bucket of that reduction may then still change."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -159,7 +163,7 @@ class ReductionPipeline:
     def _begins_at_once(self, number: int) -> bool:
         """Returns True if the reduction of `number` starts in `submit`.
 
-        That needs all reductions before it to have done so, since reductions start in order.
+        It can do so only if all earlier reductions have started, since reductions start in order.
         """
         return (
             self._thread is None
@@ -235,7 +239,7 @@ class ReductionPipeline:
                 self._condition.notify_all()
 
     def _has_work(self) -> bool:
-        """Returns True if any reduction remains. After an error, drops all that were submitted."""
+        """Returns True if any reduction remains. After an error, drops all submitted reductions and returns False."""
         with self._condition:
             if self._error is not None:
                 _end(self._begun)
@@ -264,7 +268,7 @@ class ReductionPipeline:
             self._reduced = self._mark()
 
     def _take_up(self, in_flight: list[Iterator[bool]]) -> bool:
-        """Starts submitted reductions, as many as may be in flight. Returns True if it started any."""
+        """Starts submitted reductions until `max_in_flight` are in flight. Returns True if it started any."""
         with self._condition:
             num_free = max(0, self._max_in_flight - len(in_flight))
             items = [self._submitted.popleft() for _ in range(min(num_free, len(self._submitted)))]
@@ -275,7 +279,7 @@ class ReductionPipeline:
         return bool(items)
 
     def _one_turn(self, in_flight: list[Iterator[bool]]) -> bool:
-        """Advances each reduction once, the oldest first. Returns True if any made progress."""
+        """Advances each reduction once, the oldest first. Returns True if any reduction made progress."""
         progressed = False
         for reduction in list(in_flight):
             try:

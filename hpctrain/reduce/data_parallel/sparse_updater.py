@@ -1,4 +1,4 @@
-"""The updater for optimizers that accept only sparse gradients: it gathers indices and values."""
+"""The updater for optimizers that accept only sparse gradients: it gathers the indices and values of all ranks."""
 
 from __future__ import annotations
 
@@ -148,7 +148,10 @@ class SparseUpdater(UpdaterBase):
         return square_of_all(gradient.values() for gradient in gradients)
 
     def _sums(self) -> list[torch.Tensor | None]:
-        """Returns the sum of each parameter's gradient over the ranks; None for one that no rank has. Collective."""
+        """Returns, for each parameter, the sum of its gradient over the ranks. Collective.
+
+        The sum is None if no rank has a gradient.
+        """
         gradients: list[torch.Tensor | None] = []
         for index, parameter in enumerate(self._parameters):
             if index in self._held and parameter.grad is not self._pending[index]:
@@ -160,9 +163,9 @@ class SparseUpdater(UpdaterBase):
         for index, gradient in enumerate(gradients):
             if gradient is not None and not gradient.is_sparse:
                 raise UsageError(
-                    f"parameter {index} of {type(self._optimizer).__name__} has a dense gradient: it takes sparse "
-                    "ones, as of Embedding(sparse=True). Give dense parameters to another optimizer, with an updater "
-                    "of its own"
+                    f"parameter {index} of {type(self._optimizer).__name__} has a dense gradient, but this optimizer "
+                    "takes only sparse gradients, such as those of Embedding(sparse=True). Give dense parameters to "
+                    "another optimizer, with an updater of its own"
                 )
         gradients = [None if g is None else g.detach() * self._unsent_factor for g in gradients]
         if self._comm.num_ranks == 1:

@@ -1,4 +1,4 @@
-"""What all updaters have in common: the course of a step, the loss scale, and the state in a checkpoint."""
+"""The base class of all updaters: the order of actions in a step, the loss scale, and the state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from hpctrain.reduce.watch.step_watch import Watched, watched
 class StepSums:
     """The sums of a step over all ranks, and the times of the step on this rank.
 
-    norm_square: sum of the squares of all gradients as summed, including `scale`; negative or not finite if a gradient
-    is not finite.
-    totals: sums of the numbers that the caller passed to `step`.
+    norm_square: sum of the squares of all summed gradients, which include the factor `scale`; negative or not finite
+    if a gradient is not finite.
+    totals: sums over the ranks of the numbers that the caller passed to `step`.
     scale: factor by which the summed gradients are larger than the true ones, such as the loss scale.
     order_is_new: True if rank 0 has just learned in which order gradients become ready.
-    not_applicable: why the step must fail if it is accepted; "" if it can be applied.
-    update_from: when the update began, in seconds of `time.perf_counter`, if it ends with the step.
+    not_applicable: error message with which an accepted step fails; "" if the step can be applied.
+    update_from: time at which the update began, in seconds of `time.perf_counter`; used if `update_s` is None.
     The other fields are those of `StepOutcome`.
     """
 
@@ -55,12 +55,13 @@ class StepSums:
 
 
 class UpdaterBase(Watched, ABC):
-    """Base class of the updaters. A subclass sums the gradients, and updates its part of the parameters.
+    """Base class of the updaters. A subclass defines how gradients are summed and how parameters are updated.
 
     The constructor of a subclass calls `_begin_step` once the attributes that its `_begin_step` uses are set.
 
-    reducer: what keeps tensors for a checkpoint, such as residuals of error feedback; None if nothing does.
-    wire: wire format; some do not allow `divide_by`. None if all values are sent unchanged.
+    reducer: object that keeps tensors for a checkpoint, such as residuals of error feedback; None if there is none.
+    wire: wire format of the gradients, since `divide_by` cannot be used with some; None if all values are sent
+    unchanged.
     """
 
     # Whether `synchronize` puts the sums of all gradients into `.grad`, as a GradScaler needs.
@@ -92,7 +93,7 @@ class UpdaterBase(Watched, ABC):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, whose state is saved, and which learning rate schedulers need."""
+        """The wrapped optimizer. Its state is saved in checkpoints; learning rate schedulers need it too."""
         return self._optimizer
 
     @property
@@ -101,10 +102,10 @@ class UpdaterBase(Watched, ABC):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's `param_groups`, for scripts that set the learning rate through their optimizer.
+        """The optimizer's `param_groups`, for scripts that set the learning rate there.
 
-        A GradScaler that reads them gets summed gradients: see `synchronize`. Raises UsageError for a GradScaler if
-        each rank has only a part of the sums.
+        If a GradScaler reads them, `synchronize` is called first, so that the GradScaler finds summed gradients. Raises
+        UsageError for a GradScaler if each rank has only a part of the sums.
         """
         caller = sys._getframe(1)
         if not self._gives_sums:
@@ -137,7 +138,7 @@ class UpdaterBase(Watched, ABC):
     def zero_grad(self) -> None:
         """See `DistributedOptimizer.zero_grad`. It has the signature of the optimizer's own method.
 
-        Between backward and `step` it waits for the sums that have started, and is collective.
+        Between backward and `step` it is collective, since it waits for the sums that have started.
         """
         self._drop_gradients()
         if self._has_begun:
@@ -147,7 +148,7 @@ class UpdaterBase(Watched, ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Completes the sums after backward, if each rank can have all of them."""
+        """Completes the sums after backward. Raises UsageError if no rank has all sums."""
 
     @watched
     def step(
@@ -197,7 +198,7 @@ class UpdaterBase(Watched, ABC):
         )
 
     def wait_for_parameters(self) -> None:
-        """Does nothing in an updater that has gathered all parameters when `step` returns."""
+        """Does nothing, since all parameters are complete when `step` returns. A subclass may override it."""
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
         """Does nothing: there are no buckets whose reduction could be observed."""
@@ -211,7 +212,7 @@ class UpdaterBase(Watched, ABC):
         return self._state_keeper.state() if self._state_keeper is not None else []
 
     def prepare_to_load(self, state: Mapping[str, Any]) -> None:
-        """Does nothing in an updater whose reduction is not chosen by measurements."""
+        """Does nothing, since measurements do not choose the reduction. A subclass may override it."""
 
     def rows_to_load(self, state: Mapping[str, Any], shapes: Shapes) -> dict[str, list[range]]:
         return self._state_keeper.rows_to_load(shapes) if self._state_keeper is not None else {}
@@ -224,8 +225,8 @@ class UpdaterBase(Watched, ABC):
     ) -> None:
         """See `DistributedOptimizer.load_state`. Raises UsageError if it is called between `backward` and `step`.
 
-        tensors: saved tensors, with the shapes and dtypes that `state_tensors` had in the saved run; those of another
-        updater or wire format are not used.
+        tensors: saved tensors, with the shapes and dtypes that `state_tensors` had in the saved run. Tensors of another
+        kind of updater or wire format are ignored.
         """
         if self._has_begun:
             raise UsageError("load_state was called between backward and step(): call it between steps")
@@ -243,7 +244,7 @@ class UpdaterBase(Watched, ABC):
                 keeper.end_step(applied=False, rescale=self._scale.value / saved["value"])
 
     def close(self) -> bool:
-        """See `DistributedOptimizer.close`. A second call does nothing more."""
+        """See `DistributedOptimizer.close`. A second call does nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -275,21 +276,24 @@ class UpdaterBase(Watched, ABC):
 
     @abstractmethod
     def _release(self) -> bool:
-        """Gives back what the updater has changed; it may be called twice. Returns False if a reduction hangs."""
+        """Undoes what the updater has changed in optimizer and gradients, and ends the reductions.
+
+        It may be called twice. Returns False if a reduction hangs.
+        """
 
     @property
     def _has_begun(self) -> bool:
-        """True if a gradient of this step is being summed, or is kept for the sum."""
+        """True if a gradient of this step is being summed, or is kept until it is summed."""
         return False
 
     def _is_plain(self) -> bool:
-        """Returns True if a backward of this step ran outside of the updater, with equal weights of all ranks."""
+        """Returns True if a backward of this step ran outside of the updater, so that all ranks have equal weights."""
         return not self._weighted and any(p.grad is not None for p in self._parameters)
 
     def _plain_factor(self) -> float:
         """Returns the factor for gradients of a plain `loss.backward()`.
 
-        It is applied before the sum, since the sum of many ranks' gradients near 1024 overflows float16.
+        The factor is applied before the sum, since the sum of many ranks' gradients near 1024 overflows float16.
         """
         return self._scale.value / self._comm.num_ranks
 
@@ -314,13 +318,13 @@ class UpdaterBase(Watched, ABC):
             self._abandon()
 
     def _abandon(self) -> None:
-        """Ends a step that will not be made because the script has dropped its gradients. May be collective."""
+        """Ends a step that is not applied because the script has dropped its gradients. May be collective."""
 
     def _plan_as_saved(self, state: Mapping[str, Any]) -> None:
-        """Plans the buckets in the order of a saved run, if there are any. Collective."""
+        """Plans the buckets, if there are any, in the order of the saved run. Collective."""
 
     def _register_hooks(self, hook: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
-        """Registers hook(index) for the gradient of each parameter."""
+        """Registers, for each parameter, `hook(index)` as the hook that runs when its gradient is accumulated."""
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(hook(index))
             for index, parameter in enumerate(self._parameters)

@@ -1,1 +1,1 @@
-"""Buckets in memory shared by a node's ranks, summed there by compiled code, and by chunked messages between nodes."""
+"""Sums of buckets: within a node in memory that its ranks share, between nodes by messages, chunk by chunk."""

@@ -1,9 +1,11 @@
 """Two-level sums in shared memory and messages, chunk by chunk, with several chunks in flight.
 
-Buckets are in memory shared by the ranks of a node. With one node they are summed there. With several nodes, for each
-chunk a carrier sums its part over the buckets of its node's ranks, exchanges it with its counterparts
-(`inter_node.py`), and decodes the result directly into every bucket of its node. Each element leaves a node once, and
-the carriers share that work; within the node nothing is copied. With one rank per node this is a flat sum.
+Buckets are in memory that the ranks of a node share. With one node they are summed there. With several nodes, each
+chunk of a bucket is divided into one part per carrier; a carrier is a rank that has a counterpart with the same local
+rank on every other node. The carrier sums its part over the buckets of its node's ranks, exchanges the sum with its
+counterparts (`inter_node.py`), and decodes the result directly into every bucket of its node. Each element leaves a
+node once, and the carriers share that work; within the node nothing is copied. With one rank per node this is a flat
+sum.
 
 Source of the two levels: Jia et al. 2018, arXiv:1807.11205.
 """
@@ -56,7 +58,7 @@ _COUNTER_BYTES = 64  # a cache line
 
 
 class SumStatus(Enum):
-    """Result of one turn of a sum: blocked, made progress, or complete."""
+    """Result of one turn of a sum: it waits for other ranks, has made progress, or is complete."""
 
     WAITS = 0
     PROGRESSED = 1
@@ -72,25 +74,30 @@ def num_pieces_of(numel: int) -> int:
 
 
 def tally_bytes(numel: int) -> int:
-    """Returns the size of a bucket's shared tally: number of claimed pieces, and each piece's sum of squares."""
+    """Returns the size of a bucket's tally, in bytes.
+
+    The tally is shared memory that holds the number of claimed pieces, and the sum of squares of each piece.
+    """
     return _COUNTER_BYTES + 8 * num_pieces_of(numel)
 
 
 @final
 class NodeSum:
-    """Sum of one bucket over the ranks of a node in shared memory, piece by piece, by the ranks that are idle.
+    """Sums one bucket over the ranks of a node in shared memory, piece by piece. Idle ranks do the work.
 
-    A rank that has finished backward sums the pieces that all ranks have filled so far, so little remains for the last
-    one. The result does not depend on which rank sums a piece, because each piece is summed in rank order. Ranks claim
-    pieces through an atomic counter, which needs compiled code; with numpy each rank sums a fixed share of the pieces.
+    A rank that has finished backward sums the pieces that all ranks have filled so far, so that little remains to be
+    summed when the last rank has finished. The result does not depend on which rank sums a piece, because each piece is
+    summed in rank order. Ranks claim pieces through an atomic counter, which needs compiled code; with numpy each rank
+    sums a fixed share of the pieces.
 
-    The bucket is reduced repeatedly; all counts of pieces accumulate over the rounds and are never reset.
+    The bucket is reduced once per step. All counts of pieces accumulate over the steps and are never reset.
 
-    buckets: bucket of each local rank, shape (numel,), in host memory.
-    number: index of the bucket's flags in `memory`.
+    buckets: the bucket of each local rank, shape (numel,), in host memory.
+    memory: the node's shared memory, which has the flags of the bucket.
+    number: index of the bucket in `memory`.
     tally: zeroed memory shared by the node's ranks, uint8, shape (tally_bytes(numel),).
     local: local rank of this rank.
-    num_gradients: number of elements that count in the norm; they are the first ones.
+    num_gradients: number of elements that count in the norm; they come first in the bucket.
     compiled: compiled functions; None unless all of the node's ranks have them.
     """
 
@@ -123,7 +130,7 @@ class NodeSum:
         self._compiled = compiled
 
     def fill(self, num_elems: int) -> None:
-        """Announces this rank's first `num_elems` elements: from now on any rank may overwrite them with the sum."""
+        """Announces that this rank has written its first `num_elems` elements. Any rank may then overwrite them."""
         whole = num_elems >= len(self._parts[0])
         filled = self._before + (self._num_pieces if whole else num_elems // PIECE_ELEMS)
         if filled > self._filled:
@@ -134,9 +141,9 @@ class NodeSum:
                 self._memory.raise_flag(Flag(self._is_filled.place, filled))
 
     def sum(self) -> SumStatus:
-        """Sums available pieces, after this rank has filled all of its own.
+        """Sums the pieces that are available. Call it after `fill` was called for the whole bucket.
 
-        Returns ENDED once, when the bucket holds the sum.
+        Returns ENDED when the bucket holds the sum; the next call then begins the next sum.
         """
         progress = self._sum_own() if self._compiled is None else self._sum_any(self._compiled.take)
         if progress is SumStatus.ENDED:
@@ -154,7 +161,7 @@ class NodeSum:
         ]  # fmt: skip
 
     def _sum_own(self) -> SumStatus:
-        """Sums the next of this rank's pieces, if all ranks have filled it."""
+        """Sums the next piece of this rank's share, if all ranks have filled it."""
         memory, everyone = self._memory, range(len(self._parts))
         if self._next < self._own.end:
             if not memory.raised(Flag(self._is_filled.place, self._before + self._next + 1), by=everyone):
@@ -174,12 +181,12 @@ class NodeSum:
         return SumStatus.ENDED if memory.raised(summed, by=everyone) else SumStatus.WAITS
 
     def square(self) -> float:
-        """Returns the sum of squares of the bucket's gradients after the last sum, equal on all of the node's ranks."""
+        """Returns the sum of squares of the bucket's summed gradients, the same on all of the node's ranks."""
         return sum_one_by_one(self._squares.tolist())
 
 
 def sum_into(values: torch.Tensor, buckets: Sequence[torch.Tensor]) -> None:
-    """Writes the sum of at least two `buckets`, each of shape (n,), added in order, to `values`, shape (n,)."""
+    """Adds up at least two `buckets` in order, each of shape (n,), and writes the sum to `values`, shape (n,)."""
     add([bucket.numpy() for bucket in buckets], into=[values.numpy()])
 
 
@@ -191,11 +198,11 @@ EXCHANGES = {"direct": direct, "ring": ring}
 
 @dataclass(slots=True, kw_only=True)
 class _Planned:
-    """One bucket with its memory.
+    """One bucket of the plan, with its memory.
 
-    mine: this rank's bucket in host memory.
-    buckets: buckets of the node's ranks.
-    on_device: the gradients, if they are on another device; None otherwise.
+    mine: this rank's bucket, in host memory that the node's ranks share.
+    buckets: the bucket of each of the node's ranks.
+    on_device: this rank's gradients on the device of the model; None if that is the CPU.
     """
 
     bucket: Bucket
@@ -209,7 +216,12 @@ class _Planned:
 
 @dataclass(slots=True, kw_only=True)
 class _Carried:
-    """Numbers that are summed along with the buckets. to_end: number of buckets that are not yet reduced."""
+    """Numbers that are summed along with the buckets.
+
+    numbers: this rank's numbers, which the sums replace.
+    written: flag that shows that a rank has published its numbers.
+    to_end: number of buckets that are not yet reduced.
+    """
 
     numbers: Numbers
     written: Flag
@@ -220,7 +232,7 @@ class _Carried:
 class AllReduceReducer(TransportReducer):
     """`BucketReducer` over a transport. See `TransportReducer` for the other arguments.
 
-    exchange: `direct` or `ring`, the exchange between the nodes of `levels`.
+    exchange: algorithm of the sums between the nodes of `levels`: `direct` or `ring`.
     chunk_elems: largest number of elements in a chunk.
     in_flight: largest number of chunks of one bucket in flight.
     """
@@ -299,7 +311,10 @@ class AllReduceReducer(TransportReducer):
         return memory
 
     def _parts(self, bucket: Bucket) -> list[ElemRange]:
-        """Returns this carrier's part of each chunk; empty ranges if this rank is not a carrier."""
+        """Returns this rank's part of each chunk, an empty range if this rank is not a carrier.
+
+        Returns [] if there is only one node.
+        """
         if self._place.num_nodes == 1:
             return []
         chunks = chunks_of(bucket.numel, chunk_elems=self._chunk_elems)
@@ -331,7 +346,8 @@ class AllReduceReducer(TransportReducer):
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
         """See `BucketReducer.finish`.
 
-        With one node, the reductions compute the squares, and carry the numbers if none has begun.
+        With one node, the reductions also compute the sums of squares. If no reduction of the step has begun, they also
+        sum the numbers.
         """
         if not self._squares or self._place.num_nodes > 1:
             return all_reduced(self._all_squares, numbers, comm=comm)
@@ -396,7 +412,7 @@ class AllReduceReducer(TransportReducer):
         yield from until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
 
     def _add_carried(self) -> Iterator[bool]:
-        """Waits for all ranks' numbers and sums them, after the last bucket is reduced."""
+        """Counts a reduced bucket. After the last bucket, waits for the numbers of all ranks and sums them."""
         carried = self._carried
         if carried is None:
             return
@@ -410,7 +426,7 @@ class AllReduceReducer(TransportReducer):
         return until(lambda: self._memory.raised(written, by=range(len(self._place.locals))))
 
     def _all_chunks(self, bucket: _Planned, *, first_tag: int) -> Iterator[bool]:
-        """Reduces the parts of a bucket in order, `in_flight` at a time."""
+        """Reduces this rank's parts of a bucket in order, up to `in_flight` of them at a time."""
         active: deque[Iterator[bool]] = deque()
         for number in range(len(bucket.parts)):
             active.append(self._chunk(bucket, number, tag=(first_tag + 2 * number) % NUM_TAGS))

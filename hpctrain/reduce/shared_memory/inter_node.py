@@ -1,15 +1,18 @@
-"""The sum between nodes of one carrier's part, as generators over a transport. Two algorithms that send equal bytes.
+"""Sums one part of a chunk between nodes. The two algorithms are generators, and send the same number of bytes.
 
-direct: every carrier sends each owner its slice, encoded once; the owner sums in node order (float32 or float64),
-encodes the sum once and sends it to all. Two roundings, whatever the number of nodes; two phases. Thakur et al. 2005,
-section 4.5, with the pairwise schedule: in round k rank i sends to i + k and receives from i - k, so that each node's
-link is used once per round.
+Each node has one carrier of the part, the rank that exchanges it with the other nodes. The part is cut into slices;
+each carrier owns one slice, and computes the sum of this slice.
 
-ring: each slice passes all carriers, each of which adds its own (Patarasuk and Yuan 2009,
-doi:10.1016/j.jpdc.2008.09.002). Messages go only to neighbours, but there are C - 1 roundings and 2 (C - 1) phases
-with C nodes.
+direct: every carrier encodes its values of each slice once, and sends them to the slice's owner. The owner adds them up
+in node order (float32 or float64), encodes the sum once, and sends it to all carriers. There are two roundings and two
+phases, whatever the number of nodes. Source: Thakur et al. 2005, section 4.5, with the pairwise schedule: in round k
+rank i sends to i + k and receives from i - k, so that each node's link is used once per round.
 
-Both send 2 (C - 1) / C of the part's encoded bytes from every node.
+ring: each slice passes all carriers, and each carrier adds its own values (Patarasuk and Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002). A carrier sends only to the next one, but with C nodes there are C - 1 roundings and
+2 (C - 1) phases.
+
+With both, every node sends 2 (C - 1) / C of the part's encoded bytes.
 """
 
 from __future__ import annotations
@@ -33,21 +36,24 @@ class Feedback(Protocol):
     """Encodes one part, with or without error feedback. See `hpctrain.reduce.codecs`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
-        """Encodes `values` for their owner into `out`. first: offset of the values in the part. May change `values`."""
+        """Encodes `values`, which belong to another carrier's slice, into `out`. May change `values`.
+
+        first: offset of the values in the part.
+        """
 
     def encode_sum(self, values: torch.Tensor, *, out: torch.Tensor) -> None:
-        """Encodes the sum that this rank owns into `out`. May change `values`."""
+        """Encodes `values`, the sum of the slice that this rank owns, into `out`. May change `values`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One carrier's part of one chunk.
 
-    values: shape (n,). At the start it holds this node's sum; at the end, this rank's slice of it holds the sum over
-    the nodes.
-    offsets: offset of each owner's slice, and the end of the last one.
-    peers: world rank of each owner.
-    mine: index of this rank among the owners.
+    values: shape (n,). At the start they are this node's sum; at the end, this rank's slice holds the sum over the
+    nodes.
+    offsets: offset of each carrier's slice, and the end of the last slice.
+    peers: world ranks of the carriers, in node order.
+    mine: index of this rank in `peers`.
     """
 
     values: torch.Tensor
@@ -68,8 +74,8 @@ class Wire:
     """How a part is sent.
 
     tag: first of two tags that only this part uses.
-    scratch: scratch(n) returns n bytes of memory.
-    send: `Transport.send`, with the bytes counted.
+    scratch: function of n that returns n bytes of memory.
+    send: function like `Transport.send` that also counts the bytes.
     """
 
     transport: Transport
@@ -93,7 +99,7 @@ Deliver = Callable[[int, torch.Tensor], None]
 def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
     """Sums `part` over its peers by the algorithm `direct`. A generator like `BucketReducer.reduce`.
 
-    deliver: deliver(owner, data) is called once per slice, with its encoded sum.
+    deliver: function that is called once per slice, with the index of the slice's owner and the encoded sum.
     """
     size = wire.codec.num_bytes
     count, mine, dtype = part.num_peers, part.mine, part.values.dtype
@@ -144,10 +150,10 @@ def add_slices_in_order(
 ) -> None:
     """Adds the encoded slices of the other nodes to `own`, in node order.
 
-    So the result does not depend on which node sums.
+    The order makes the result independent of which node computes the sum.
 
-    own: slice of this node, shape (n,).
-    arriving: encoded slice of each other node, uint8.
+    own: this node's values of the slice, shape (n,).
+    arriving: the encoded values of each other node, uint8, by the index of the node.
     mine: index of this node.
     """
     before = [arriving[source] for source in sorted(arriving) if source < mine]
@@ -163,7 +169,7 @@ def add_slices_in_order(
 
 
 def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over its peers by the algorithm `ring`, with messages between neighbours only.
+    """Sums `part` over its peers by the algorithm `ring`, in which each rank sends only to the next one.
 
     Arguments as for `direct`.
     """
@@ -212,9 +218,9 @@ _ALIGNMENT = 64
 
 @final
 class ChunkMemory:
-    """Pool of uint8 message buffers. A chunk takes buffers through a `Loan`, which returns all of them at its end.
+    """Pool of uint8 message buffers. A chunk takes buffers through a `Loan`, which returns all of them at the end.
 
-    Memory is reused, since the first access to a page costs more than a copy.
+    Memory is reused, since the first access to a page of new memory takes longer than a copy.
     """
 
     def __init__(self) -> None:
@@ -265,7 +271,12 @@ class Loan:
 
 @dataclass(frozen=True, slots=True)
 class LossyPart:
-    """A part of `bucket` that this rank encodes, and its encoding errors."""
+    """A part of a bucket that this rank encodes, and the encoding errors of this part.
+
+    bucket: the bucket.
+    part: the range of the bucket's elements.
+    feedback: the encoding errors.
+    """
 
     bucket: Bucket
     part: ElemRange
@@ -274,10 +285,14 @@ class LossyPart:
 
 @final
 class InterNodeResiduals:
-    """This rank's encoding errors (residuals) between nodes, in gradient space (see `hpctrain.reduce.codecs`).
+    """This rank's errors (residuals) of encoding values for other nodes, in gradient space.
+
+    Gradient space is the concatenation of all flattened trainable parameters in the optimizer's order.
 
     buckets: all buckets of the plan.
     parts: the parts that this rank encodes.
+    place: position of this rank in two-level sums.
+    codec_name: name of the codec, for error messages.
     """
 
     def __init__(
@@ -295,9 +310,9 @@ class InterNodeResiduals:
             part.feedback.end_step(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
-        """Returns blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.
+        """Returns this rank's blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.
 
-        Row c holds the errors of what node c sent, and the last row those of the sums.
+        Row c holds the errors of the values that node c sent; the last row holds the errors of the sums.
         """
         shape = (self._place.num_nodes + 1, self.num_elems)
         found = []
@@ -317,8 +332,8 @@ class InterNodeResiduals:
     def rows_to_load(self, shapes: Shapes, *, rank: int, num_ranks: int) -> dict[str, list[range]]:
         """See `BucketReducer.rows_to_load`.
 
-        With the saved number of nodes these are the row of this rank's node and that of the sums, otherwise an equal
-        share of all rows.
+        If the saved run had the same number of nodes, these are the row of this rank's node and the row of the sums.
+        Otherwise they are an equal share of all rows.
         """
         name = _saved_name(shapes)
         if name is None or len(shapes[name]) != 2:
@@ -331,10 +346,11 @@ class InterNodeResiduals:
     def load_state(
         self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None, *, comm: Collective
     ) -> None:
-        """Restores the errors in a checkpoint; does nothing if it has none. Collective over `comm`.
+        """Restores the errors from a checkpoint; does nothing if the checkpoint has none. Collective over `comm`.
 
-        With the same number of nodes, each node restores its own errors; otherwise the owners get the sum. Raises
-        CheckpointError on every rank if the checkpoint is from another model.
+        If the saved run had the same number of nodes, each node restores its own errors. Otherwise the saved errors are
+        added up, and each sum is given to the rank that owns the elements. Raises CheckpointError on every rank if the
+        checkpoint is from another model.
         """
         shapes = shapes_of(tensors) if shapes is None else shapes
         name = _saved_name(shapes)
@@ -358,7 +374,7 @@ class InterNodeResiduals:
             lost.copy_(of_node[part] + of_sums[part] if owned else of_node[part])
 
     def _fits(self, name: str, shapes: Shapes) -> bool:
-        """Returns True if the saved rows belong to the same number of nodes as in this run."""
+        """Returns True if the saved run had the same number of nodes as this run."""
         return name == LOST and shapes[name][0] == self._place.num_nodes + 1
 
     def total(self, comm: Collective) -> torch.Tensor:
@@ -370,15 +386,18 @@ class InterNodeResiduals:
         return total
 
     def take_over(self, total: torch.Tensor) -> None:
-        """Sets the errors of the sums that this rank owns to their part of `total`, and its other errors to 0.
+        """Sets the errors of the elements that this rank owns to those in `total`, and its other errors to 0.
 
-        total: shape (num_elems,).
+        total: sum of the errors of all ranks, shape (num_elems,).
         """
         for position, lost, owned in self._pieces():
             lost.copy_(total[position : position + lost.numel()]) if owned else lost.zero_()
 
     def _pieces(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
-        """Yields (position in gradient space, view of the errors there, True if this rank owns their sum)."""
+        """Yields, for each contiguous run of errors, its position in gradient space, a view of it, and a bool.
+
+        The bool is True if this rank owns the elements of the run.
+        """
         for lossy in self._parts:
             part, feedback = lossy.part, lossy.feedback
             own = ElemRange(part.begin + feedback.own.start, part.begin + feedback.own.stop)

@@ -1,9 +1,9 @@
 """The buckets of a node's ranks in shared memory, their division, and the flags by which the ranks synchronize.
 
-A bucket is split into chunks, so that the node's sums, the conversions and the network work on different chunks at the
-same time. Each chunk is split over the carriers of a node, the ranks that have a counterpart on every node; each
-carrier's part is split over the nodes into slices. The carrier with the same local rank on that node owns the slice:
-it computes the final sum.
+A bucket is split into chunks, so that sums within the node, encoding and network transfers can work on different chunks
+at the same time. Each chunk is split into one part per carrier. A carrier is a rank of a node that has a counterpart
+with the same local rank on every other node. Each carrier's part is split into one slice per node. The slice of a node
+is owned by the carrier on that node: it computes the final sum of the slice.
 """
 
 from __future__ import annotations
@@ -37,14 +37,20 @@ class ElemRange:
 
 
 def cut(span: ElemRange, *, num_parts: int) -> list[ElemRange]:
-    """Splits `span` into parts whose lengths differ by at most one element; some are empty if it has fewer elements."""
+    """Splits `span` into `num_parts` parts whose lengths differ by at most one element.
+
+    Some parts are empty if `span` has fewer elements than parts.
+    """
     counts = split_evenly(span.numel, num_parts=num_parts)
     ends = list(accumulate(counts, initial=span.begin))
     return [ElemRange(begin, end) for begin, end in pairwise(ends)]
 
 
 def chunks_of(numel: int, *, chunk_elems: int) -> list[ElemRange]:
-    """Returns equal chunks of at most `chunk_elems` elements; an empty bucket has none."""
+    """Returns chunks of at most `chunk_elems` elements, as equal as possible; [] for an empty bucket.
+
+    numel: number of elements of the bucket.
+    """
     num_chunks = -(-numel // chunk_elems)
     return cut(ElemRange(0, numel), num_parts=num_chunks) if num_chunks else []
 
@@ -54,11 +60,12 @@ class TwoLevelPlace:
     """One rank's position in two-level sums.
 
     locals: world ranks of this node, in order.
-    local: index of this rank among them.
-    column: for each node, the world rank with this local index; empty if this rank is not a carrier.
+    local: index of this rank in `locals`.
+    column: for each node, the world rank of the carrier with this rank's local rank; empty if this rank is not a
+    carrier.
     node: index of this node.
     num_nodes: number of nodes.
-    num_carriers: number of ranks on the smallest node.
+    num_carriers: number of carriers of each node: the number of ranks on the smallest node.
     """
 
     locals: tuple[int, ...]
@@ -85,7 +92,7 @@ class TwoLevelPlace:
 
 
 def one_rank_nodes(num_ranks: int) -> Topology:
-    """Returns a topology with one rank per node, with which the two-level sum is a flat one."""
+    """Returns a topology with one rank per node, for which a two-level sum is a flat sum."""
     return Topology(tuple((rank,) for rank in range(num_ranks)), tuple(map(str, range(num_ranks))))
 
 
@@ -93,9 +100,9 @@ def one_rank_nodes(num_ranks: int) -> Topology:
 class GradientPiece:
     """A run of contiguous elements of one gradient.
 
-    first: offset of the run in a range of a bucket.
-    position: offset of the run in the sequence of all gradients.
-    numel: number of elements.
+    first: offset of the run in the given range of the bucket.
+    position: offset of the run in gradient space, the concatenation of all flattened gradients.
+    numel: number of elements of the run.
     """
 
     first: int
@@ -104,7 +111,7 @@ class GradientPiece:
 
 
 def gradient_pieces(bucket: Bucket, span: ElemRange) -> Iterator[GradientPiece]:
-    """Yields the part of each gradient that lies in the elements `span` of `bucket`, without gap and flags."""
+    """Yields the part of each gradient that lies in the range `span` of `bucket`, without gap and flags."""
     for slot in bucket.slots:
         begin, end = max(span.begin, slot.offset), min(span.end, slot.offset + slot.numel)
         if begin < end:
@@ -129,7 +136,11 @@ _NUMBERS_BYTES = _FLAG_BYTES + 2 * 8 * _ROW_NUMBERS
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that every rank has: its index in the ranks' flags, and the value to wait for."""
+    """A flag that each rank of a node has.
+
+    place: index of the flag among a rank's flags.
+    value: value that a raised flag has at least.
+    """
 
     place: int
     value: int
@@ -142,8 +153,8 @@ def _aligned(num_bytes: int) -> int:
 def capacity_of(num_bytes: int) -> int:
     """Returns how many bytes a rank allocates for buckets and flags of `num_bytes`, if its node has several ranks.
 
-    There is some spare room, so that the same gradients fit in other buckets, with more flags and gaps. The size is
-    aligned, because MPI places the ranks' segments contiguously.
+    It is more than `num_bytes`, so that the same gradients can be divided into other buckets, with more flags and gaps.
+    It is aligned, because MPI places the ranks' segments contiguously.
     """
     return _aligned(num_bytes + num_bytes // 16 + _SPARE_BYTES)
 
@@ -152,9 +163,10 @@ def capacity_of(num_bytes: int) -> int:
 class NodeMemory:
     """Shared memory of a node.
 
-    It holds per rank and bucket the bucket's bytes and two flags, and per rank a few numbers. A rank raises only its
-    own flags, to the number of the round or to a count over all rounds, so flags never need to be reset; 64 bits do
-    not overflow. A rank alone on its node uses private memory.
+    It holds, for each rank, the bytes of all buckets, two flags per bucket, and a few numbers. A rank raises only its
+    own flags. Their values only grow: a flag is set to the number of the reduction, or to a count over all reductions.
+    So flags never need to be reset; their 64 bits do not overflow. A rank that is alone on its node uses private
+    memory.
     """
 
     def __init__(self, transport: Transport, *, place: TwoLevelPlace) -> None:
@@ -171,10 +183,10 @@ class NodeMemory:
         self._round_of_numbers = 0
 
     def lay_out(self, sizes: Sequence[int]) -> bool:
-        """Allocates zeroed memory for buckets of these sizes in bytes, which replaces the previous buckets.
+        """Allocates zeroed memory for buckets of these sizes in bytes. It replaces the previous buckets.
 
-        The sizes are equal on every rank. Collective over the node. Returns True if existing memory was reused: then a
-        barrier must follow before any rank uses it, since other ranks may not have reset their flags yet.
+        The sizes are the same on every rank. Collective over the node. Returns True if existing memory was reused: then
+        a barrier must follow before any rank uses the memory, since other ranks may not have reset their flags yet.
         """
         offsets = [_NUMBERS_BYTES + 2 * len(sizes) * _FLAG_BYTES]
         for size in sizes:
@@ -197,31 +209,34 @@ class NodeMemory:
         return again
 
     def segments(self, number: int) -> list[torch.Tensor]:
-        """Returns the bytes of bucket `number` of each rank of the node, by local rank."""
+        """Returns the memory of bucket `number` of each rank of the node, by local rank: uint8, shape (size,)."""
         begin = self._offsets[number]
         return [memory[begin : begin + self._sizes[number]] for memory in self._memory]
 
     def begin_round(self, number: int) -> tuple[Flag, Flag]:
-        """Starts the next reduction of a bucket. Returns its two flags: bucket filled, and part summed."""
+        """Starts the next reduction of bucket `number`. Returns the flags that a rank raises in it.
+
+        A rank raises the first flag when its bucket is filled, and the second when it has summed its part.
+        """
         self._rounds[number] += 1
         full, summed = self.flags_of(number)
         return replace(full, value=self._rounds[number]), replace(summed, value=self._rounds[number])
 
     def flags_of(self, number: int) -> tuple[Flag, Flag]:
-        """Returns the two flags of a bucket with their initial value 0."""
+        """Returns the two flags of bucket `number` with their initial value 0."""
         first = _NUMBERS_BYTES // 8 + 2 * number * _FLAG_STEP
         return Flag(place=first, value=0), Flag(place=first + _FLAG_STEP, value=0)
 
     def counts_of(self, number: int) -> tuple[Counts, ...]:
-        """Returns views of a bucket's two flags by local rank: int64, shape (16,).
+        """Returns, for each local rank, a view of its two flags of bucket `number`: int64, shape (16,).
 
-        The first flag is element 0, the second element 8.
+        The first flag is element 0, the second flag is element 8.
         """
         first = self.flags_of(number)[0].place
         return tuple(flags[first : first + 2 * _FLAG_STEP] for flags in self._flags)
 
     def write_numbers(self, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> Flag:
-        """Publishes at most MAX_NUMBERS numbers to the node's ranks. Returns the flag that was raised for them."""
+        """Publishes at most MAX_NUMBERS numbers to the node's ranks. Returns the flag that this rank has raised."""
         self._round_of_numbers += 1
         row = self._numbers[self._local][self._round_of_numbers % 2]
         row[0] = len(numbers)
@@ -233,8 +248,8 @@ class NodeMemory:
     def add_numbers(self, written: Flag, numbers: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Writes the sum of all ranks' published numbers, in rank order, to `numbers`.
 
-        All ranks must have raised the flag. Raises BufferMismatch on every rank if the ranks published different
-        counts of numbers.
+        Call it when all ranks have raised the flag `written`. Raises BufferMismatch on every rank if the ranks have
+        published different counts of numbers.
         """
         rows = [rows[written.value % 2] for rows in self._numbers]
         counts = [int(row[0]) for row in rows]
@@ -249,7 +264,7 @@ class NodeMemory:
             numbers += row[1 : 1 + len(numbers)]
 
     def raise_flag(self, flag: Flag) -> None:
-        """Raises this rank's flag: other ranks can now read what it wrote before."""
+        """Raises this rank's flag. A rank that sees the raised flag also sees what this rank wrote before."""
         if self._alone:
             self._flags[0][flag.place] = flag.value
             return
@@ -258,7 +273,7 @@ class NodeMemory:
         self._transport.fence()
 
     def raised(self, flag: Flag, *, by: Iterable[int]) -> bool:
-        """Returns True if all of these local ranks have raised the flag; what they wrote before can then be read."""
+        """Returns True if all local ranks in `by` have raised the flag. What they wrote before can then be read."""
         if self._alone:
             return True
         if any(self._flags[local][flag.place] < flag.value for local in by):

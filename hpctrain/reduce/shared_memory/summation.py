@@ -1,6 +1,6 @@
 """Sums arrays, and computes the sum of squares, in one pass over memory: compiled if available, otherwise in numpy.
 
-torch needs a call for each step and each cache-sized piece, which takes twice as long.
+torch would need one call per operation and cache-sized piece, which takes twice as long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ PIECE_ELEMS = 65536
 
 
 def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float:
-    """The numpy version of `add`: same order of additions; the last bits of the sum of squares may differ."""
+    """The numpy version of `add`.
+
+    It adds in the same order; only the last bits of the sum of squares may differ.
+    """
     square = 0.0
     with np.errstate(all="ignore"):  # the sum of squares shows values that are not finite
         for begin in range(0, len(parts[0]), PIECE_ELEMS):
@@ -43,7 +46,14 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Functions of `_add.c`. `fill` and `take` have no numpy version; `all_reduce_reducer.py` explains them."""
+    """Functions of the compiled extension `_add.c`.
+
+    add: see the function `add`.
+    fill: sets a rank's flag of a bucket to the number of pieces that it has filled.
+    take: claims and sums the pieces of a bucket that all ranks have filled; see `NodeSum`.
+
+    `fill` and `take` have no numpy version.
+    """
 
     add: Add
     fill: Callable[[Counts, int], None]
@@ -66,10 +76,10 @@ _add: Add = COMPILED.add if COMPILED is not None else add_in_numpy
 
 
 def add(parts: Sequence[Array], *, into: Sequence[Array], num_squared: int = 0, factor: float = 1.0) -> float:
-    """Writes the sum of `parts`, added in order, times `factor`, into each array of `into`. Returns a sum of squares.
+    """Adds up `parts` in order, multiplies by `factor`, and writes the result into each array of `into`.
 
-    The sum of squares is that of the first `num_squared` elements of the result, in float64; it is not finite if one
-    of them is not.
+    Returns the sum of squares of the first `num_squared` elements of the result, in float64; it is not finite if one
+    of these elements is not finite.
 
     parts: at least one contiguous array of shape (n,); all float32 or all float64.
     into: arrays of the same shape and dtype, which may be among `parts`.

@@ -1,4 +1,4 @@
-"""What the reducers over a transport have in common: tags, watched turns, error feedback, and their end."""
+"""The base class of the reducers over a transport: message tags, the watchdog, error feedback, and closing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TransportReducer(ABC):
     """Base class of the reducers over a transport.
 
     comm: communicator of all ranks, used by `plan`, `load_state` and `close`.
-    levels: topology of the run, or one with one rank per node for flat algorithms.
+    levels: topology of the run; for algorithms in one level, a topology with one rank per node.
     algorithm: name of the algorithm, as in the recipe.
     codec: codec of the gradients that are sent between nodes.
     feedback: True for error feedback with a lossy codec.
@@ -99,7 +99,10 @@ class TransportReducer(ABC):
         """Drops all references to planned memory."""
 
     def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
-        """Runs the generator `turns` under the watchdog's deadline, which runs while it waits."""
+        """Runs the generator `turns` under the watchdog, whose deadline counts only the time in which it waits.
+
+        what: description of the operation, for the watchdog's messages.
+        """
         self._num_in_flight += 1
         self._transport.begun(what)
         try:
@@ -114,7 +117,10 @@ class TransportReducer(ABC):
             self._transport.progressed()
 
     def _take_tags(self, num_tags: int) -> int:
-        """Reserves tags and returns the first; the same on every rank, because the order of the sums is."""
+        """Reserves message tags and returns the first one.
+
+        It is the same on every rank, because all ranks start the sums in the same order.
+        """
         first = self._next_tag
         self._next_tag = (first + num_tags) % NUM_TAGS
         return first

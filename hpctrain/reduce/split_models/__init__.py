@@ -1,1 +1,1 @@
-"""The updater of a model of which each rank holds a part: by FSDP2, split layers, or a pipeline."""
+"""The updater of a model that is split over the ranks: by FSDP2, by tensor parallelism, or into pipeline stages."""

@@ -31,15 +31,16 @@ _ALIGNMENT = 8  # bytes, of every encoded slice; codecs require it
 
 @final
 class RankOrderSum:
-    """Reduce-scatter and all-reduce over `comm` of encoded values, added in rank order.
+    """Reduce-scatter and all-reduce over `comm` that send encoded values and add them up in rank order.
 
-    Every rank sends the owner of a slice its values of that slice, and the owner adds them up in rank order: the sum
-    does not depend on which message arrives first, and each value is rounded once (Thakur et al. 2005, section 4.5). A
-    rank's own values of its own slice are not encoded. Values are contiguous float32 or float64 in host memory, and
-    are summed in their dtype.
+    The values are divided into slices, and each rank owns one slice. Every rank encodes its values of a slice and sends
+    them to the owner of the slice, which adds up the values of all ranks in rank order. So the sum does not depend on
+    which message arrives first, and each value is rounded once (Thakur et al. 2005, section 4.5). A rank's own values
+    of its own slice are not encoded. Values are contiguous float32 or float64 in host memory, and are summed in their
+    dtype.
 
     comm: communicator that no other object may use.
-    codec: codec of what is sent, without error feedback.
+    codec: codec of the values that are sent, without error feedback.
     """
 
     def __init__(self, comm: Collective, *, codec: Codec) -> None:
@@ -49,7 +50,7 @@ class RankOrderSum:
     def reduce_scatter(self, values: torch.Tensor, *, counts: Sequence[int], out: torch.Tensor) -> None:
         """Writes this rank's slice of the sum of `values`, shape (sum(counts),), into `out`, shape (counts[rank],).
 
-        Collective. It sends all other slices, encoded.
+        Collective. This rank sends all slices except its own, encoded.
 
         counts: number of elements in each rank's slice, the same on every rank; an entry may be 0.
         """
@@ -75,7 +76,8 @@ class RankOrderSum:
     def all_reduce(self, values: torch.Tensor) -> None:
         """Sums `values`, shape (n,), over the ranks, in place, with the same bits on every rank. Collective.
 
-        Each rank sums a slice, and the sums are sent encoded too: with N ranks, each sends 2 (N-1)/N of the values.
+        Each rank sums one slice, and sends the sum encoded to all ranks. With N ranks, each rank sends 2 (N-1)/N of the
+        encoded bytes of `values`.
         """
         counts = split_evenly(values.numel(), num_parts=self._comm.num_ranks)
         part = torch.empty(counts[self._comm.rank], dtype=values.dtype)
@@ -96,16 +98,16 @@ def _aligned(num_bytes: int) -> int:
 
 @final
 class TwoLevelSum:
-    """Reduce-scatter in two levels: without loss within the node, encoded between nodes; equal parts, one per rank.
+    """Reduce-scatter in two levels. Values are sent unchanged within a node, and encoded between nodes.
 
-    A node sends each element to another node once, not once from every rank. Each element is added up over the ranks
-    of a node in their order, then over the nodes in theirs. With C nodes, (C-1)/C of the values leave a node, encoded,
-    through as many ranks as the smallest node has. If the nodes have different numbers of ranks, the remaining ranks
-    receive their parts from a rank of their node. Source: Mikami et al. 2018, arXiv:1811.05233, of which this is the
-    first half.
+    Every rank receives an equal part of the sum. Each element is added up over the ranks of a node in rank order, then
+    over the nodes in node order. So a node sends each element to another node once, and not once from every rank. With
+    C nodes, (C-1)/C of the values leave a node, encoded. The same number of ranks of each node send to other nodes: the
+    number of ranks on the smallest node. The remaining ranks of larger nodes receive their parts from a rank of their
+    node. This is the first half of the all-reduce of Mikami et al. 2018, arXiv:1811.05233.
 
     levels: communicators of `topology`, used by this object only.
-    codec: codec of what is sent between nodes.
+    codec: codec of the values that are sent between nodes.
     """
 
     def __init__(self, levels: TwoLevel, *, topology: Topology, codec: Codec) -> None:
@@ -142,9 +144,13 @@ class TwoLevelSum:
         out.copy_(self._delivered(mine, width=width))
 
     def _delivered(self, mine: torch.Tensor, *, width: int) -> torch.Tensor:
-        """Returns this rank's part of the sum.
+        """Returns this rank's part of the sum, shape (width,).
 
-        On a node with more ranks than carriers, the carriers distribute what they have summed.
+        On a node with more ranks than carriers (the ranks that send to other nodes), the carriers send the other ranks
+        their parts.
+
+        mine: the parts that this rank has summed, concatenated; empty if it is not a carrier.
+        width: number of elements of one rank's part.
         """
         local, carriers = self._local, len(self._carriers)
         if local.num_ranks == carriers:
@@ -174,18 +180,21 @@ def reduce_gradients_by(
     topology: Topology,
     note: Callable[[str], None] = lambda text: None,
 ) -> Callable[[], None]:
-    """Makes FSDP2 sum the gradients of a model that `parallelize` has sharded by `algorithm`, encoded as `wire`.
+    """Makes FSDP2 sum the gradients of a sharded model by `algorithm`, encoded in the wire format `wire`.
 
-    Collective. Sums are in the gradients' dtype, in rank order.
+    Collective. Gradients are summed in their dtype, in rank order.
 
-    algorithm: `direct`: each rank receives its part from every other one. `hierarchical`: summed within the node
-    first, then encoded between the nodes. `auto`: FSDP2's own operation for `fp32`, otherwise `direct`. If shards are
-    within a node, FSDP2's own operation sums them there, and `auto` and `hierarchical` encode the sums between nodes.
+    algorithm: `direct`: each rank receives its part from every other rank. `hierarchical`: gradients are summed within
+    the node first, then encoded and summed between the nodes. `auto`: FSDP2's own operation for `fp32`, otherwise
+    `direct`. If each node holds all shards of the model (`shard_within = 'node'`), FSDP2's own operation sums within
+    the node, and `auto` and `hierarchical` encode the sums between nodes.
     wire: wire format.
-    note: called with a message if `hierarchical` is not possible.
+    model: a model that `parallelize` has sharded.
+    note: function that is called with a text for the user if `hierarchical` is not possible.
 
-    Returns a function that ends the thread that sums; later gradients are then summed by FSDP2's own operation. Raises
-    UsageError on every rank for unknown names, and for a model whose gradients cannot be summed in this way.
+    Returns a function that ends the thread that computes the sums; later gradients are then summed by FSDP2's own
+    operation. Raises UsageError on every rank for unknown names, and for a model whose gradients cannot be summed in
+    this way.
     """
     if algorithm not in SHARDED_ALGORITHMS or not encodes_every_value(wire):
         raise UsageError(
@@ -224,9 +233,9 @@ def _nothing() -> None:
 
 
 def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
-    """Returns the mesh of the model's parameters.
+    """Returns the device mesh over which the model's parameters are sharded.
 
-    Raises UsageError if its mesh, device or dtype does not allow such sums.
+    Raises UsageError if hpctrain cannot sum gradients on this mesh, on its device, or in the dtype of a parameter.
     """
     parameters: list[Any] = [p for p in model.parameters() if is_sharded_tensor(p)]
     mesh: Any = shard_mesh_of(model)
@@ -244,14 +253,17 @@ def _checked_mesh(model: torch.nn.Module, *, num_ranks: int) -> Any:
     for parameter in parameters:
         if parameter.dtype not in (torch.float32, torch.float64):
             raise UsageError(
-                f"a gradient of dtype {parameter.dtype} is sent as it is: leave algorithm and wire out",
+                f"a gradient of dtype {parameter.dtype} can only be sent unchanged: leave algorithm and wire out",
                 agreed=True,
             )
     return mesh
 
 
 def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
-    """Encodes the sums over the nodes, the first axis of the mesh: FSDP2 uses that group to add up the shards."""
+    """Makes the sums over the nodes, the first axis of the mesh, send encoded values.
+
+    FSDP2 uses the process group of this axis to add up the shards of the nodes.
+    """
     if algorithm == "direct":
         raise UsageError(
             "shards within a node are summed there first: choose the algorithm hierarchical or auto, or "
@@ -270,17 +282,17 @@ def _encode_between_nodes(mesh: Any, *, algorithm: str, codec: Codec) -> None:
     group = mesh.get_group(0)
     if not isinstance(group, CommunicatorGroup):
         raise UsageError(
-            "torch.distributed was initialised with another backend, which sends gradients as they are: leave it to "
-            "session.parallelize, or leave wire out",
+            "torch.distributed was initialised with another backend, which cannot encode gradients: let "
+            "session.parallelize initialise it, or leave wire out",
             agreed=True,
         )
     group.sum_by(lambda comm: RankOrderSum(comm, codec=codec).all_reduce)
 
 
 def _polling(world: World, members: Sequence[int]) -> Collective | None:
-    """Returns a communicator of these world ranks that polls while it waits, so that backward can use the core.
+    """Returns a communicator of the world ranks `members` that polls while it waits, so that backward can use the core.
 
-    None if the backend has none. Collective over `members`.
+    Returns None if the backend has no such communicator. Collective over `members`.
     """
     opened = world.open_group(members)
     return opened[0] if opened is not None else None

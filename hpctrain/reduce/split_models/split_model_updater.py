@@ -41,11 +41,12 @@ from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
 
 @final
 class HiddenGradients:
-    """Hides the gradients of split layers between backward and `step`, which sums them. Does not communicate.
+    """Hides the gradients of split layers from the end of backward until `step` sums them. Does not communicate.
 
-    Until then a rank has only the gradients of its own samples and layers, and a script that clipped them would train
-    another model. While they are hidden, every use of a `.grad`, and `optimizer.step`, raises GradientsInUse; another
-    backward adds to the hidden gradients. A backward outside of a `given_back` block hides them when it ends.
+    Before they are summed, a rank has only the gradients of its own samples and layers; a script that clipped these
+    would train another model. While gradients are hidden, every use of a `.grad`, and `optimizer.step`, raises
+    GradientsInUse. Another backward adds to the hidden gradients. A backward outside of a `given_back` block hides the
+    gradients when it ends.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, optimizer: torch.optim.Optimizer) -> None:
@@ -76,11 +77,11 @@ class HiddenGradients:
                 self._hide()
 
     def give_back(self, *, summed: bool = False) -> None:
-        """Makes each `.grad` the real gradient again; one that the script has set to None stays None.
+        """Makes each `.grad` the real gradient again; a `.grad` that the script has set to None stays None.
 
-        summed: True if some are being summed, so that none may be missing.
+        summed: True if some gradients are being summed. Then the script may not have set any `.grad` to None.
 
-        Raises GradientsInUse for a `.grad` that was replaced.
+        Raises GradientsInUse for a `.grad` that the script has replaced.
         """
         pairs = list(zip(self._parameters, self._pending, strict=True))
         changed = [p for p, pending in pairs if pending.held is not None and p.grad is not pending]
@@ -92,7 +93,7 @@ class HiddenGradients:
             pending.held = None
 
     def end(self) -> None:
-        """Gives each parameter the gradient that was hidden, even if the script has dropped or replaced it."""
+        """Gives each parameter its hidden gradient, even if the script has set `.grad` to None or another tensor."""
         for parameter, pending in zip(self._parameters, self._pending, strict=True):
             if pending.held is not None:
                 parameter.grad, pending.held = pending.held, None
@@ -131,19 +132,20 @@ class HiddenGradients:
 class SplitModelUpdater(UpdaterBase):
     """`DistributedOptimizer` of a model of which each rank holds a part.
 
-    FSDP2 sums gradients of sharded parameters within backward; `step` sums the remaining ones. Forward and backward
-    are collective: every rank runs them the same number of times, and a rank without samples uses an empty batch with
-    weight 0. A plain `loss.backward()` has weight 1/num_ranks, or 1/(data-parallel ranks) with split layers. FSDP2
-    reduces each micro-batch, so that no rank holds whole gradients. If a backward of sharded parameters has failed on
-    all ranks, the next call must be `zero_grad`, or a `step` that is not accepted: others raise UsageError.
+    FSDP2 sums the gradients of sharded parameters within backward; `step` sums the other gradients. Forward and
+    backward are collective: every rank runs them the same number of times, and a rank without samples uses an empty
+    batch with weight 0. A plain `loss.backward()` has weight 1/num_ranks, or 1/(data-parallel ranks) with split layers.
+    FSDP2 reduces the gradients of each micro-batch, so that no rank holds whole gradients. If a backward of sharded
+    parameters has failed on all ranks, the next call must be `zero_grad`, or a `step` that is not accepted: other calls
+    raise UsageError.
 
     With split layers that FSDP2 does not shard, every use of `.grad` between backward and `step` raises
     GradientsInUse.
 
-    In a pipeline only ranks with the last stage weight the loss, and ranks that hold a whole stage sum its gradients
-    in `step`. With `shard = "optimizer"` each of them keeps a share of the sums, updates it, and `step` gathers the
-    parameters; then the constructor is collective, and until `close` the optimizer holds this rank's share
-    (`distributed.element_shard`).
+    In a pipeline only ranks with the last stage weight the loss. If ranks hold whole copies of a stage, they sum its
+    gradients in `step`. With `shard = "optimizer"` each of these ranks keeps and updates a share of the stage's
+    elements, and `step` gathers the parameters. The constructor is then collective, and until `close` the optimizer
+    holds this rank's share (`distributed.element_shard`).
 
     Args:
         model: The split model.
@@ -151,7 +153,7 @@ class SplitModelUpdater(UpdaterBase):
         comm: Communicator of all ranks, for the norm and the small sums of a step.
         loss_scale: Loss scale; None means 1.
         clip_norm: See `AllReduceUpdater`.
-        end_sums: Function that `close` calls; see `reduce_gradients_by`.
+        end_sums: Function that `close` calls, such as the result of `reduce_gradients_by`; None if there is none.
 
     Raises:
         UsageError: The optimizer's parameters are not those of the model, or cannot be sharded.
@@ -222,7 +224,7 @@ class SplitModelUpdater(UpdaterBase):
             scaled.backward()
 
     def scaled(self, loss: torch.Tensor, *, weight: float) -> torch.Tensor:
-        """Returns the loss times weight and loss scale, for a backward that runs elsewhere (in a pipeline)."""
+        """Returns the loss times weight and loss scale, for a backward that the schedule of a pipeline runs."""
         scaled = self._scale.scaled(loss, weight=weight)
         self._weighted = True
         return scaled
@@ -231,7 +233,7 @@ class SplitModelUpdater(UpdaterBase):
     def no_sync(self) -> Iterator[None]:
         """See `DistributedOptimizer.no_sync`.
 
-        Whole gradients are kept until the next backward outside of it, or `step`.
+        Each rank keeps whole gradients until the next backward outside of the context, or until `step`.
         """
         with (
             super().no_sync(),
@@ -258,7 +260,7 @@ class SplitModelUpdater(UpdaterBase):
     # ------------------------------------------------------------------ implementation
 
     def _sum(self, sums: Mapping[str, float]) -> StepSums:
-        """See `UpdaterBase._sum`. The step must fail if a backward has failed on some rank."""
+        """See `UpdaterBase._sum`. If a backward has failed on any rank, an accepted step fails."""
         if self._passes is not None and any(p._backward_hooks for p in self._parameters):
             raise UsageError(
                 "a parameter has a hook of its gradient (Tensor.register_hook), which FSDP2 does not call: change "
@@ -319,7 +321,11 @@ class SplitModelUpdater(UpdaterBase):
             self._passes.end_step()
 
     def _release(self) -> bool:
-        """Gives back hidden gradients; an optimizer in shares gets the model's parameters back, without state."""
+        """See `UpdaterBase._release`.
+
+        Makes hidden gradients visible again. With `shard = "optimizer"`, the optimizer gets the model's parameters
+        back, without state.
+        """
         if self._hidden is not None and not self._closed:
             self._hidden.close()
         if self._shares is not None and not self._closed:
@@ -363,7 +369,8 @@ class SplitModelUpdater(UpdaterBase):
     def _squares(self) -> float:
         """Returns this rank's part of the sum of squares of the gradients.
 
-        Replicated gradients are counted once: by the first replica, or by each replica for its share.
+        A gradient that several ranks hold is counted once: by the first of these ranks, or by each of them for its
+        share.
         """
         if self._shares is not None:
             return self._shares.square()
@@ -375,7 +382,10 @@ class SplitModelUpdater(UpdaterBase):
         return is_first_replica(gradient) if self._replicas is None else self._replicas.rank == 0
 
     def _sum_over(self, replicas: Collective) -> None:
-        """Sums the gradients over the replicas; one that no replica has remains None. Collective over `replicas`."""
+        """Sums the gradients over `replicas`, the ranks that hold the same stage. Collective over `replicas`.
+
+        A gradient that no replica has remains None.
+        """
         if replicas.num_ranks == 1:
             return
         used = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.int32)

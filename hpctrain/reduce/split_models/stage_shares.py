@@ -1,6 +1,7 @@
 """ZeRO-1 in a pipeline: the optimizer of a stage, divided into shares over the stage's data-parallel ranks.
 
-A pipeline's schedule calls backward itself, once per micro-batch, so gradients are summed once, after the last.
+A pipeline's schedule calls backward itself, once per micro-batch. So gradients are summed once, after the last
+micro-batch.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -26,10 +27,10 @@ _UNIT_BYTES = 25_000_000  # size of the gradients that are copied and summed at 
 
 @final
 class StageShares:
-    """The share of one rank: its elements of a stage's parameters, which the optimizer holds until `release`.
+    """This rank's share of a stage: the elements that it owns. The optimizer holds them until `release`.
 
     parameters: parameters of the optimizer, the same on every rank of `replicas`.
-    replicas: communicator of the ranks that hold the same stage; each element is owned by one of them.
+    replicas: communicator of the ranks that hold the same stage. Each element is owned by one of these ranks.
 
     The constructor is not collective.
     """
@@ -51,7 +52,7 @@ class StageShares:
         self._used = [False] * len(parameters)
 
     def sum(self) -> None:
-        """Sums the gradients over the ranks, each element at its owner. Collective over the replicas.
+        """Sums the gradients over the replicas; each rank gets the sums of its elements. Collective over the replicas.
 
         Afterwards `.grad` of each parameter is None; whole gradients are dropped bucket by bucket.
         """
@@ -75,7 +76,7 @@ class StageShares:
     def square(self) -> float:
         """Returns the sum of the squares of this rank's part of the summed gradients.
 
-        It is infinite or NaN if one of them is.
+        It is infinite or NaN if one of these gradients is.
         """
         return self._owned.square()
 
@@ -98,12 +99,12 @@ class StageShares:
         return time.perf_counter() - began
 
     def drop_gradients(self) -> None:
-        """Drops the gradients of the parameters, and of this rank's parts of them."""
+        """Drops the gradients of the parameters, and the summed gradients of this rank's elements."""
         self._owned.forget()
         self._drop_whole(range(len(self._parameters)))
 
     def release(self) -> None:
-        """Restores the optimizer's parameters, without state."""
+        """Gives the optimizer the whole parameters of the stage back, without state."""
         self._owned.release()
 
     def _drop_whole(self, indices: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Completes the gradients of a model whose layers are split over tensor groups: the sums that FSDP2 does not make."""
+"""Completes the gradients of a model whose layers are split over tensor groups, by the sums that FSDP2 leaves out."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _MOST_RUNNING = 2  # buckets that are being summed, and held twice
 
 @final
 class EarlySums:
-    """Sums one model's gradients over `group`, bucket by bucket, while backward computes others.
+    """Sums a model's gradients over `group`, bucket by bucket, while backward computes further gradients.
 
-    The ranks start the same buckets in the same order.
+    The ranks sum the same buckets in the same order.
 
     parameters: parameters in the order in which their gradients are expected, the same on every rank.
-    group: process group to sum over.
-    is_ready: returns True if a gradient can be summed as backward leaves it. The others, and all that follow in this
-    order, are summed by `finish`.
+    group: process group over which gradients are summed.
+    is_ready: function of a parameter that returns True if its gradient can be summed in the form in which backward
+    leaves it. If it returns False, `finish` sums the bucket of this gradient, and all buckets after it.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class EarlySums:
 
     @property
     def had_last(self) -> bool:
-        """True from `during_backward` until `finish`."""
+        """True from the call of `during_backward` until `finish`: the last backward of the step has begun."""
         return self._had_last
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Starts sums of complete gradients during the last backward of a step, which runs in the `with` block.
+        """Context manager around the last backward of a step. It starts the sums of gradients that are complete.
 
         Every rank calls it the same number of times. Raises UsageError for another backward before `finish`.
         """
@@ -80,7 +80,7 @@ class EarlySums:
     def finish(self) -> None:
         """Sums the remaining gradients, and waits for all sums. Collective over the group.
 
-        A gradient that only other ranks have counts as zeros; one that no rank has remains None.
+        A gradient that only other ranks have counts as zeros; a gradient that no rank has remains None.
         """
         self._progress.end_backward()
         self._begin_complete()
@@ -95,7 +95,7 @@ class EarlySums:
         self._reset()
 
     def forget(self) -> None:
-        """Ends the sums of a step that will not be made. Collective after `during_backward`."""
+        """Ends the sums of a step that is not applied. Collective after `during_backward`."""
         if self._had_last:
             self.finish()
 
@@ -156,9 +156,9 @@ class EarlySums:
 
 
 def in_buckets(tensors: Sequence[torch.Tensor], *, num_bytes: int) -> Iterator[list[int]]:
-    """Yields lists of indices of tensors with the same dtype, with at least `num_bytes` per list.
+    """Yields lists of indices of tensors of the same dtype. The tensors of a list have at least `num_bytes` together.
 
-    The last list of a dtype may have fewer. For a DTensor, the size of this rank's part counts.
+    The last list of a dtype may have fewer bytes. For a DTensor, the size of this rank's part counts.
     """
     waiting: dict[torch.dtype, list[int]] = defaultdict(list)
     sizes: dict[torch.dtype, int] = defaultdict(int)
@@ -179,10 +179,11 @@ _BUCKET_BYTES = 25_000_000
 
 @final
 class TensorGradients:
-    """The gradients of `parameters`, of a model that is split according to `split`.
+    """The gradients of `parameters`, which belong to a model that is split according to `split`.
 
-    A rank has the gradients of its parts of split layers. For layers that all ranks of the tensor group hold alike, it
-    has the whole gradients or, if they were computed on a part of the sequence, that part's share.
+    After backward, a rank has the gradients of its parts of split layers. For a layer that all ranks of the tensor
+    group hold as a whole, it has the whole gradient. If each rank has computed the layer on a part of the sequence, it
+    has only the contribution of that part to the gradient.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, split: TensorSplit) -> None:
@@ -198,12 +199,12 @@ class TensorGradients:
 
     @property
     def has_begun(self) -> bool:
-        """True while sums are in progress: from `during_backward`, if it starts any, until they are complete."""
+        """True while sums are in progress: from the call of `during_backward`, if it starts any, until `complete`."""
         return self._sums is not None and self._sums.had_last
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Starts sums over the data-parallel ranks during the last backward of a step, which runs in the `with` block.
+        """Context manager around the last backward of a step. It starts sums over the data-parallel ranks.
 
         Raises UsageError for another backward before `complete`.
         """
@@ -214,7 +215,7 @@ class TensorGradients:
                 yield
 
     def forget(self) -> None:
-        """Ends the sums of a step that will not be made. Collective after `during_backward`."""
+        """Ends the sums of a step that is not applied. Collective after `during_backward`."""
         if self._sums is not None:
             self._sums.forget()
 
@@ -225,9 +226,10 @@ class TensorGradients:
     def complete(self) -> None:
         """Completes all gradients. Collective.
 
-        It sums shares of parts of the sequence over the tensor group, and over the data-parallel ranks what neither
-        `during_backward` nor FSDP2 has summed. Gradients that a tensor group holds alike are then averaged over the
-        group: its ranks have computed the same numbers, but perhaps not the same bits, and would drift apart.
+        It sums the contributions of the parts of a sequence over the tensor group. It sums gradients over the
+        data-parallel ranks, unless `during_backward` or FSDP2 has done so. Gradients of layers that all ranks of a
+        tensor group hold as a whole are then averaged over the group: the ranks have computed the same gradients, but
+        perhaps rounded differently, and their parameters would drift apart.
         """
         tensor = self._split.tensor_group()
         # The gradient of a layer on a part of the sequence is a DTensor with a partial placement; FSDP2 has summed it.
@@ -256,7 +258,7 @@ def _is_complete(parameter: Any) -> bool:
 
 
 def _is_share(gradient: Any) -> bool:
-    """Returns True if each rank of the tensor group holds a part of the sum that is the gradient of all of them."""
+    """Returns True if the gradient must still be summed over the tensor group: each rank holds one summand."""
     return is_sharded_tensor(gradient) and any(p.is_partial() for p in gradient.placements)
 
 

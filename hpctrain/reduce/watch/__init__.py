@@ -1,1 +1,1 @@
-"""What an updater does around its steps: restores buffers after a dropped step, and compares the ranks."""
+"""What happens around an updater's steps: buffers are restored after a dropped step, and the ranks are compared."""

@@ -1,7 +1,8 @@
-"""Copies of a model's buffers from the start of the current step, so that a dropped step changes none of them.
+"""Copies a model's buffers at the start of each step, to restore them if the step is dropped.
 
-A forward pass in training changes buffers (running statistics, a user's own averages). If the gradients of the step
-are not finite, its data have spoiled these too, and without this module they would stay spoiled.
+A forward pass in training changes buffers (running statistics, a user's own averages). If the gradients of a step are
+not finite, the step's data may have written NaN or infinity into the buffers too. Without this module, these values
+would stay there.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ LARGEST_BYTES = 64 << 20
 
 @final
 class ForwardBuffers:
-    """Keeps copies of the buffers of `model` that change, and restores them. Nothing is collective.
+    """Keeps copies of the buffers of `model` that change, and restores them. No method is collective.
 
     The copies are made at the first forward pass of a step: when the model, or a module in it that has buffers, is
-    called with gradients enabled. So changes between two steps, for example by an evaluation, are not undone, nor is
-    what `load_state_dict` loads at any time. If a step runs only compiled code, no call is noticed: then the copies
-    are those from the end of the previous step.
+    called with gradients enabled. So changes between two steps, for example by an evaluation, are not undone. Values
+    that `load_state_dict` has loaded are never undone. If a step runs only compiled code, no call is noticed; the
+    copies are then those from the end of the previous step.
 
     If forward replaces a buffer (`self.mean = ...`), the old tensor is put back.
     """
@@ -52,15 +53,15 @@ class ForwardBuffers:
         self._note()
 
     def begin_step(self) -> None:
-        """Copies the buffers that may have changed, unless that was already done in this step."""
+        """Copies the buffers that may have changed since they were copied, unless already done in this step."""
         if not self._noted:
             self._note()
             self._noted = True
 
     def end_step(self, *, applied: bool) -> list[str]:
-        """Ends a step; if it was not applied, restores what has changed since its first forward pass.
+        """Ends a step. If it was not applied, restores the buffers that have changed since its first forward pass.
 
-        Returns the names of the buffers that have changed and could not be restored.
+        Returns the names of the buffers that have changed, but could not be restored.
         """
         lost = []
         if not applied:
@@ -76,16 +77,19 @@ class ForwardBuffers:
         return lost
 
     def mend(self) -> None:
-        """Restores the buffers that are not finite, but were when they were copied; the step continues.
+        """Restores the buffers that are not finite, but were finite when they were copied. The step continues.
 
-        It is for a model that was called in a dropped step of another model's training.
+        Call it for a model that was used in the training of another model, after a step of that training was dropped.
         """
         for slot in self._slots:
             if slot.is_spoiled():
                 slot.put_back()
 
     def loaded(self, module: torch.nn.Module) -> None:
-        """Copies the buffers of `module` after a load. If it is the model, the next forward pass starts a step."""
+        """Copies the buffers of `module` after `load_state_dict` has loaded them.
+
+        If `module` is the whole model, the next forward pass counts as the first one of a step.
+        """
         self._note([slot for slot in self._slots if slot.module is module])
         if module is self._model:
             self._noted = False
@@ -93,7 +97,7 @@ class ForwardBuffers:
     def constants(self) -> dict[str, torch.Tensor]:
         """Returns the buffers that no forward pass has changed so far, by name.
 
-        Call it between forward and `end_step`. It compares the values of small buffers, so it is only for few steps.
+        Call it between forward and `end_step`. It compares the values of small buffers, so call it in few steps only.
         """
         found = {}
         for slot in self._slots:
@@ -136,12 +140,12 @@ class ForwardBuffers:
 
 @final
 class _Slot:
-    """The place of a buffer: `buffers[key]`.
+    """The place of one buffer in its module, `buffers[key]`, and what it contained at the last copy.
 
-    held: tensor that was there.
-    version: version of that tensor then.
-    copy: values of that tensor then; None if they are not copied.
-    changes: True if a forward pass has changed it.
+    held: tensor that was in the place at the last copy.
+    version: autograd version of `held` at the last copy.
+    copy: values of `held` at the last copy; None if they are not copied.
+    changes: True if a forward pass has ever changed the buffer.
     """
 
     __slots__ = (
@@ -172,7 +176,7 @@ class _Slot:
         self.changes = False
 
     def may_have_changed(self) -> bool:
-        """Returns False if the place still contains `held`, and that was not written to."""
+        """Returns False if it is certain that the place still contains `held`, and that `held` was not written to."""
         now = self.buffers.get(self.key)
         if now is not self.held or self.is_small:
             return True
@@ -194,9 +198,9 @@ class _Slot:
         return not is_finite(local_part(now.detach())) and is_finite(self.copy)
 
     def hold(self, now: torch.Tensor | None, *, largest: int) -> None:
-        """Makes `now`, the current tensor, the one to restore.
+        """Remembers `now`, the current tensor, as the tensor to restore.
 
-        The caller copies its values into `copy`, if there is one.
+        Afterwards the caller copies the values of `now` into `copy`, if `copy` is not None.
         """
         first, self.was_seen = not self.was_seen, True
         self.held, self.is_small = now, False
@@ -212,7 +216,7 @@ class _Slot:
             self.copy = torch.empty_like(value)
 
     def put_back(self) -> bool:
-        """Restores the buffer. Returns False if its values are not known."""
+        """Restores the buffer. Returns False if its earlier values were not copied."""
         held = self.held
         if held is not None:
             if self.copy is None:
@@ -230,7 +234,7 @@ class _Slot:
 
 @final
 class _ScriptBuffers:
-    """A scripted module's buffers by name, like a dictionary."""
+    """A dictionary-like view of the buffers of a scripted module, by name."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -253,7 +257,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _version(tensor: torch.Tensor) -> float:
-    """Returns the tensor's version; NaN for tensors of inference mode, which have none: they count as changed."""
+    """Returns the tensor's autograd version. Returns NaN for an inference tensor, so that it counts as changed."""
     return math.nan if tensor.is_inference() else tensor._version
 
 
@@ -267,7 +271,9 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 class _Hook:
-    """Hook of the model and of its modules that have buffers, until the `ForwardBuffers` is freed.
+    """Base class of the hooks on the model and on its modules with buffers.
+
+    The hooks are removed when the `ForwardBuffers` is freed.
 
     A copy of the model (`deepcopy`, pickle) gets a hook that does nothing.
     """
@@ -282,7 +288,7 @@ class _Hook:
 
 @final
 class _FirstForward(_Hook):
-    """Forward pre-hook, which starts a step."""
+    """Forward pre-hook that starts a step at the first forward pass."""
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -294,7 +300,7 @@ class _FirstForward(_Hook):
 
 @final
 class _Loaded(_Hook):
-    """Hook that runs after `load_state_dict`."""
+    """Hook that copies a module's buffers after `load_state_dict`."""
 
     def __call__(self, module: torch.nn.Module, incompatible: Any) -> None:
         buffers = self._buffers()

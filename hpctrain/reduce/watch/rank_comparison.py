@@ -1,9 +1,10 @@
-"""Finds ranks that have drifted apart: those whose parameters or optimizer settings are no longer the same.
+"""Finds ranks that have drifted apart: their parameters or optimizer settings are no longer the same.
 
-Every rank applies the same sums to the same values, so all bits are equal, unless something acts on only some of the
-ranks. Each rank adds two numbers to a sum that is made anyway; they show whether a hash h of the values is the same on
-all N ranks: it is if and only if N times the sum of h squared equals the square of the sum of h (Cauchy and Schwarz).
-Both sums are exact in float64. Only if hashes differ do the ranks send more, to find out what differs, and where.
+Every rank applies the same gradient sums to the same parameters. So all bits are equal, unless something acts on only
+some of the ranks. To check this, each rank computes a hash h of its values, and adds two numbers, h and h squared, to a
+sum over the ranks that each step computes anyway. All N hashes are the same if and only if N times the sum of h squared
+equals the square of the sum of h (Cauchy and Schwarz). Both sums are exact in float64. Only if hashes differ do the
+ranks send more data, to find out what differs, and on which ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns a hash of the bits of each tensor. Reads each tensor once; waits for a device once. Not collective."""
+    """Returns a hash of the bits of each tensor. Reads each tensor once. Not collective."""
     found: list[int | torch.Tensor] = []
     for tensor in tensors:
         content = _bytes_of(local_part(tensor.detach()))
@@ -40,7 +41,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's bytes in memory order: uint8, shape (n,). It is a copy only if the memory has gaps."""
+    """Returns the tensor's bytes in memory order: uint8, shape (n,). They are copied only if the memory has gaps."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     strides = tensor.stride()
@@ -49,7 +50,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _device_digest(content: torch.Tensor) -> torch.Tensor:
-    """Returns a weighted sum over rows, with a weight for each row: int64, shape (). content: uint8, shape (n,)."""
+    """Returns a hash of bytes on a device, as a weighted sum with another weight for each row: int64, shape ().
+
+    content: the bytes, uint8, shape (n,).
+    """
     if content.data_ptr() % 4 == 0 and content.numel() % 4 == 0:
         content = content.view(torch.int32)
     whole = content.numel() - content.numel() % _ROW
@@ -61,9 +65,9 @@ def _device_digest(content: torch.Tensor) -> torch.Tensor:
 
 
 def describe_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the hyperparameters of an optimizer's groups as text, by a name such as `lr of parameter group 0`.
+    """Returns the hyperparameters of an optimizer's groups as texts, by names such as `lr of parameter group 0`.
 
-    Included are numbers, texts, tensors with one element, and sequences of these; other entries are left out.
+    Numbers, texts, tensors with one element, and sequences of these are included; other entries are left out.
     """
     found = {}
     for number, group in enumerate(groups):
@@ -110,14 +114,15 @@ def compares_parameters(step: int) -> bool:
 class RankComparison:
     """Compares the ranks of `comm`, at least two, in the steps of one updater. The constructor is collective.
 
-    model: model whose parameters are compared; if a rank holds a part of them, or a stage, it is compared with the
-    ranks that hold the same part.
-    groups: returns the optimizer's parameter groups. Their parameters are compared too, and their other entries as
-    settings.
-    buffers: buffers of the model. Those that no forward pass changes are compared too, but a difference is only
-    reported, since each rank may have its own.
-    how: "error" returns an error for a difference; "note" reports it once, and ignores it from then on.
-    say: prints a line for the user, on rank 0.
+    model: model whose parameters are compared. If a rank holds a part of the model, it is compared with the ranks that
+    hold the same part.
+    groups: function that returns the optimizer's parameter groups. Their parameters are compared too, and their other
+    entries are compared as settings.
+    buffers: buffers of the model. Buffers that no forward pass changes are compared too, but a difference is only
+    reported, since ranks may have different buffers on purpose.
+    how: "error": `error` returns an error for each difference. "note": each difference is reported once, and ignored
+    from then on.
+    say: function that prints a line for the user, on rank 0.
     """
 
     def __init__(
@@ -151,7 +156,10 @@ class RankComparison:
         self._found: list[dict[str, str]] = []
 
     def numbers(self) -> dict[str, float]:
-        """Starts a step. Returns this rank's numbers to sum over the ranks, in most steps none. Not collective."""
+        """Starts a step. Returns this rank's numbers, which the caller sums over the ranks. Not collective.
+
+        In most steps nothing is compared, and there are no numbers.
+        """
         self._step += 1
         with_parameters = compares_parameters(self._step)
         if not with_parameters and self._step % SETTINGS_EVERY_STEPS:
@@ -187,9 +195,9 @@ class RankComparison:
     def error(self, sums: Mapping[str, float]) -> RanksDiffer | None:
         """Returns the error that every rank must raise if the ranks differ; None if they do not.
 
-        Collective if they differ.
+        Collective if the ranks differ.
 
-        sums: sums over the ranks, including those of `numbers`; the same on every rank.
+        sums: sums over the ranks, including the sums of `numbers`; the same on every rank.
         """
         if all(
             len(members) * int(sums[f"{_SQUARES}{number}"]) == int(sums[f"{_SUM}{number}"]) ** 2
@@ -241,7 +249,7 @@ class RankComparison:
         ]
 
     def _whole(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters that all ranks hold, by name."""
+        """Returns the parameters that every rank holds as a whole, by name."""
         apart = set(self._parts)
         named: dict[str, torch.Tensor] = {
             name: local_part(p) for name, p in self._model.named_parameters() if name not in apart
@@ -282,7 +290,10 @@ class RankComparison:
         )
 
     def _largest_difference(self, name: str) -> float:
-        """Returns the largest difference between rank 0's values and those of any rank. Collective."""
+        """Returns the largest absolute difference between rank 0's values and the values of any rank. Collective.
+
+        name: name of a parameter that every rank holds.
+        """
         mine = self._whole()[name].detach()
         reference = mine.clone()
         broadcast_tensors(self._comm, [reference])
@@ -311,7 +322,11 @@ class RankComparison:
 
 @final
 class _Differences:
-    """The names for which ranks have different values. by_rank: values by name, for each of `ranks`."""
+    """The names for which ranks have different values.
+
+    by_rank: for each of `ranks`, its values by name.
+    ranks: world ranks.
+    """
 
     def __init__(self, by_rank: Sequence[Mapping[str, str]], *, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -338,7 +353,7 @@ class _Differences:
         ) + (", ..." if len(ranks) > 4 else "")
 
     def where(self, name: str) -> str:
-        """Returns a description of the ranks whose values differ from those of most ranks."""
+        """Returns a text that names the ranks whose value of `name` differs from the value of most ranks."""
         values = self._of(name)
         usual, count = Counter(values).most_common(1)[0]
         others = [self.ranks[place] for place, value in enumerate(values) if value != usual]
@@ -353,7 +368,10 @@ class _Differences:
 
 
 def _layout(model: torch.nn.Module) -> dict[str, Box | None]:
-    """Returns where this rank's part of each parameter lies in the whole parameter; None if it holds the whole."""
+    """Returns, for each parameter by name, where this rank's part lies in the whole parameter.
+
+    The value is None if this rank holds the whole parameter.
+    """
     layout: dict[str, Box | None] = {}
     for name, parameter in model.named_parameters():
         placements = parameter.placements if is_sharded_tensor(parameter) else ()  # type: ignore[attr-defined]
@@ -362,7 +380,10 @@ def _layout(model: torch.nn.Module) -> dict[str, Box | None]:
 
 
 def _sets_of_ranks(layout: Mapping[str, Box | None], comm: Collective) -> list[list[int]]:
-    """Returns the sets of ranks that have the same layout, with at least two ranks each. Collective."""
+    """Returns the sets of at least two ranks that have the same layout. Collective.
+
+    layout: this rank's result of `_layout`.
+    """
     found_on: dict[str, list[int]] = {}
     for place, found in enumerate(all_gather_json(comm, xxhash.xxh3_64_hexdigest(repr(layout).encode()))):
         found_on.setdefault(found, []).append(place)
@@ -370,7 +391,10 @@ def _sets_of_ranks(layout: Mapping[str, Box | None], comm: Collective) -> list[l
 
 
 def _listed(texts: Iterable[str], *, num: int | None = None) -> str:
-    """Returns the first few texts, and the number of the remaining ones. num: number of texts in all."""
+    """Returns one text with the first few of `texts`, and the number of the other ones.
+
+    num: total number of texts; None: the number of `texts`.
+    """
     shown = list(texts)
     num = len(shown) if num is None else num
     more = f", and {num - _NAMED} more" if num > _NAMED else ""

@@ -1,4 +1,4 @@
-"""What happens around every step of an updater of any kind: the decorator `watched` wraps its method `step`."""
+"""What happens around each step of any kind of updater. The decorator `watched` wraps the updater's method `step`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ P = ParamSpec("P")
 class StepWatch:
     """Restores the buffers of `model` whenever a step is not applied, and compares the ranks of `comm`.
 
-    groups: returns the parameter groups of the updater's optimizer.
-    compare_ranks: see `RankComparison`; "off" compares nothing.
-    say: prints a line for the user, on rank 0.
-    together: watches of all trainings in this process. A dropped step also restores what it has spoiled in the buffers
-    of their models, for example a generator's step in those of the discriminator.
+    groups: function that returns the parameter groups of the updater's optimizer.
+    compare_ranks: what happens if the ranks differ; see `how` of `RankComparison`. "off": the ranks are not compared.
+    say: function that prints a line for the user, on rank 0.
+    together: the watches of all trainings in this process, to which this watch is added. If a step is dropped, buffers
+    of the other models that are no longer finite are restored too, for example those of the discriminator after a step
+    of the generator.
 
     The constructor is collective.
     """
@@ -59,8 +60,8 @@ class StepWatch:
     def step(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
         """Calls `step(**options)`, a step of the updater, and returns its outcome. Collective if the step is.
 
-        Raises the errors of the step, and RanksDiffer on every rank, without applying the step, if the ranks have
-        drifted apart.
+        Raises the errors of the step. If the ranks have drifted apart, does not apply the step, and raises RanksDiffer
+        on every rank.
         """
         try:
             outcome = self._compared(step, options)
@@ -74,7 +75,7 @@ class StepWatch:
         return outcome
 
     def drop(self) -> None:
-        """Restores buffers for a step that may be skipped without a call of `step`, as GradScaler does."""
+        """Restores buffers. Call it for a step that may be skipped without a call of `step`, as by a GradScaler."""
         self._end_step(applied=False)
 
     def _compared(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
@@ -106,15 +107,15 @@ class StepWatch:
         if lost and not self._said:
             self._said = True
             self._say(
-                f"a step was dropped, and what its forward pass changed in {listed(lost)} stays: buffers this "
-                "large are not copied before each step"
+                f"a step was dropped, but what its forward pass changed in {listed(lost)} stays: such large buffers "
+                "are not copied before each step, so that they cannot be restored"
             )
 
 
 class Watched:
-    """Base class of the updaters.
+    """Base class of the updaters, whose method `step` is decorated with `watched`.
 
-    step_watch: watch of the updater's steps; None: `step` runs alone.
+    step_watch: watch of the updater's steps; None: `step` runs without a watch.
     sums_to_one: True if the caller ensures that the weights of each step add up to about 1 over the ranks, so that
     wire formats with error feedback can be used with `divide_by`.
     """
@@ -140,7 +141,7 @@ def watch_steps(
     say: Callable[[str], None],
     together: MutableSet[StepWatch],
 ) -> W:
-    """Returns `updater`, which must update the parameters of `model`, with a `StepWatch`. Collective."""
+    """Gives `updater`, which updates the parameters of `model`, a `StepWatch`, and returns it. Collective."""
     groups = functools.partial(getattr, updater.optimizer, "param_groups")
     updater.step_watch = StepWatch(
         model, groups, comm=comm, compare_ranks=compare_ranks, say=say, together=together
@@ -149,7 +150,7 @@ def watch_steps(
 
 
 def watched(step: Callable[Concatenate[W, P], StepOutcome]) -> Callable[Concatenate[W, P], StepOutcome]:
-    """Decorates an updater's `step` so that its `step_watch` acts around it."""
+    """Decorates the method `step` of an updater: it then runs within the updater's `step_watch`, if there is one."""
 
     @functools.wraps(step)
     def watched_step(updater: W, /, *arguments: P.args, **options: P.kwargs) -> StepOutcome:
@@ -163,8 +164,8 @@ def watched(step: Callable[Concatenate[W, P], StepOutcome]) -> Callable[Concaten
 def not_finite(model: torch.nn.Module, *, share: int = 0, num_shares: int = 1) -> Iterator[str]:
     """Yields descriptions of the parameters and buffers of a model that contain NaN or infinity. Not collective.
 
-    Of sharded parameters, only this rank's part is checked. If `num_shares` ranks hold the same model, each checks the
-    parameters of its `share`, and the one with share 0 the buffers.
+    Of sharded parameters, only this rank's part is checked. If `num_shares` ranks hold the same model, they can divide
+    the work: each rank checks the parameters of its `share`, and the rank with share 0 also checks the buffers.
     """
     for number, (name, parameter) in enumerate(model.named_parameters()):
         mine = is_sharded_tensor(parameter) or number % num_shares == share
@@ -189,6 +190,6 @@ def _with_what_is_not_finite(error: DivergedError, model: torch.nn.Module) -> Di
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first few names, and the number of the remaining ones."""
+    """Returns one text with the first few names, and the number of the other ones."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -1,1 +1,1 @@
-"""Gradient sums that are divided over the ranks: for sharded optimizers and gradients, and for FSDP2."""
+"""Sums of gradients of which each rank keeps a part: for sharded optimizers and sharded gradients (ZeRO)."""

@@ -1,8 +1,9 @@
-"""Plans which rank owns which elements, and what is reduced together. Does not communicate.
+"""Plans which rank owns which elements, and which elements are reduced together. Does not communicate.
 
-Each bucket's gradients are split over all ranks into contiguous shares. A unit is what one reduction sums: a bucket
-or, if a bucket is too large for the memory of a unit, an equal part of each rank's share of it. `BucketProgress`
-tracks which gradients of a step are ready, and which bucket is reduced next.
+Each bucket's gradients are split over all ranks into contiguous shares. A unit consists of the elements that one
+reduction sums: those of a whole bucket or, if the bucket is too large for the memory of a unit, an equal part of each
+rank's share of the bucket. `BucketProgress` tracks which gradients of a step are ready, and which bucket is reduced
+next.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ class ParameterSpan:
 
 @dataclass(frozen=True, slots=True)
 class ReductionUnit:
-    """The elements that are reduced and gathered at once.
+    """The elements that one reduction sums, and one all-gather gathers.
 
-    bucket: number of the bucket that they are from.
-    parts: for each rank, its elements of the bucket; in the unit's memory these parts follow each other.
-    spans: for each rank, the parameters' elements in its part, with places in the unit's memory.
+    bucket: index of the bucket to which the elements belong.
+    dtype: dtype of the bucket.
+    parts: for each rank, the elements of the bucket that it owns. In the unit's memory these parts follow each other.
+    spans: for each rank, the runs of parameters' elements in its part, with their positions in the unit's memory.
     """
 
     bucket: int
@@ -64,7 +66,7 @@ class ReductionUnit:
         return tuple(accumulate((part.numel for part in self.parts), initial=0))
 
     def joined(self) -> list[ParameterSpan]:
-        """Returns the spans of all ranks; spans that are adjacent in a parameter are joined."""
+        """Returns the spans of all ranks. Spans that are adjacent in the same parameter are joined."""
         found: list[ParameterSpan] = []
         for span in (span for spans in self.spans for span in spans):
             last = found[-1] if found else None
@@ -101,7 +103,11 @@ class BucketDivision:
         unit_bytes: int,
         align_elems: int = ALIGNMENT_ELEMS,
     ) -> BucketDivision:
-        """Plans shares and units. unit_bytes: largest size of a unit's gradients, but at least one element per rank."""
+        """Plans shares and units.
+
+        unit_bytes: largest size of a unit's gradients, in bytes.
+        align_elems: shares end at multiples of this number of elements within a parameter.
+        """
         shares = tuple(shares_of(bucket, num_ranks=num_ranks, align_elems=align_elems) for bucket in buckets)
         units = [
             unit
@@ -111,9 +117,9 @@ class BucketDivision:
         return cls(tuple(buckets), shares, tuple(units))
 
     def owned_by(self, rank: int) -> list[list[ParameterSpan]]:
-        """Returns for each bucket the spans that a rank owns, at most one per parameter.
+        """Returns, for each bucket, the spans that a rank owns, at most one per parameter.
 
-        Their places are positions in the rank's share.
+        The `place` of a span is its position in the rank's share.
         """
         return [
             list(_spans(bucket, shares[rank], place=0))
@@ -122,7 +128,10 @@ class BucketDivision:
 
 
 def shares_of(bucket: Bucket, *, num_ranks: int, align_elems: int) -> tuple[ElemRange, ...]:
-    """Splits a bucket's gradients over the ranks. Lengths differ by at most `align_elems`; some may be 0."""
+    """Splits a bucket's gradients over the ranks into ranges whose lengths are nearly equal; some may be empty.
+
+    Ranges end at multiples of `align_elems` within a parameter, or at the end of the bucket.
+    """
     even = cut(ElemRange(0, bucket.num_gradients), num_parts=num_ranks)
     starts = [slot.offset for slot in bucket.slots]
 
@@ -149,7 +158,10 @@ def _units_of(
 
 
 def _spans(bucket: Bucket, part: ElemRange, *, place: int) -> Iterator[ParameterSpan]:
-    """Yields the parameters' elements within `part` of the bucket. place: position of its first element."""
+    """Yields the runs of parameters' elements within the range `part` of the bucket.
+
+    place: position of the first element of `part` in the buffer.
+    """
     for slot in bucket.slots:
         begin, end = max(part.begin, slot.offset), min(part.end, slot.offset + slot.numel)
         if begin < end:
@@ -162,7 +174,7 @@ class BucketProgress:
 
     buckets: for each bucket, the indices of its parameters.
 
-    order: order in which the buckets are reduced, the same on every rank; at first that of `buckets`.
+    order: indices of the buckets in the order in which they are reduced, the same on every rank; at first ascending.
     """
 
     def __init__(self, buckets: Sequence[Sequence[int]]) -> None:
@@ -197,11 +209,11 @@ class BucketProgress:
 
     @property
     def completed(self) -> Sequence[int]:
-        """The buckets that backward has completed, in the order of their completion."""
+        """Indices of the buckets that backward has completed in this step, in the order of their completion."""
         return self._completed
 
     def gradient_is_ready(self, index: int) -> bool:
-        """Records that a gradient is ready. Returns True if its bucket is complete.
+        """Records that the gradient of parameter `index` is ready. Returns True if its bucket is now complete.
 
         Raises UsageError for the second gradient of a parameter in one step.
         """
@@ -215,17 +227,17 @@ class BucketProgress:
         return self._waiting_for[bucket] == 0
 
     def end_backward(self) -> None:
-        """Treats all buckets as complete: unused parameters, and ranks without samples, get no more gradients."""
+        """Marks all gradients as ready and all buckets as complete: no more gradients come in this step."""
         self._ready = set(self._bucket_of)
         self._waiting_for = [0] * len(self._waiting_for)
 
     def take_complete(self) -> Iterator[int]:
-        """Yields the next complete buckets in order, up to the first that is not complete."""
+        """Yields the indices of the next complete buckets in order, up to the first bucket that is not complete."""
         while self._num_taken < len(self.order) and self._waiting_for[self.order[self._num_taken]] == 0:
             yield self.order[self._num_taken]
             self._num_taken += 1  # only if taking it has not failed
 
     def completed_order(self) -> list[int]:
-        """Returns the buckets in the order of their completion, followed by those that were not completed."""
+        """Returns the indices of the completed buckets in the order of their completion, then those of the others."""
         known = set(self._completed)
         return [*self._completed, *(bucket for bucket in self.order if bucket not in known)]

@@ -65,7 +65,7 @@ class OwnedParts:
         self._replace({id(p): part for p, part in zip(parameters, self.parts, strict=True)})
 
     def square(self) -> float:
-        """Returns the sum of the squares of the summed gradients; infinite or NaN if one of them is."""
+        """Returns the sum of the squares of the summed gradients; infinite or NaN if one of the gradients is."""
         return square_of_all(self.gradients)
 
     def scale(self, factor: float) -> None:
@@ -77,7 +77,9 @@ class OwnedParts:
     def set_gradients(self, used: Sequence[bool]) -> bool:
         """Sets each part's `.grad` to the sum, in the part's dtype, or to None if no rank used the parameter.
 
-        Returns False if a gradient overflows in that dtype (float16).
+        Returns False if a sum overflows in the part's dtype (float16).
+
+        used: for each parameter, True if any rank used it.
         """
         finite = True
         for index, view in self._views.items():
@@ -94,13 +96,13 @@ class OwnedParts:
 
     @property
     def may_overflow(self) -> bool:
-        """True if a gradient that is finite as a sum may overflow in its parameter's dtype; the same on every rank."""
+        """True if a finite sum may overflow in the dtype of its parameter (float16); the same on every rank."""
         return any(parameter.dtype is torch.float16 for parameter in self._parameters)
 
     def step(self) -> None:
         """Steps the optimizer on the parts.
 
-        Raises UsageError if the optimizer keeps state other than single values and one value per element.
+        Raises UsageError if the optimizer keeps other state than single values and tensors of a parameter's shape.
         """
         self._optimizer.step()
         if not self._checked:
@@ -108,9 +110,9 @@ class OwnedParts:
             self._checked = True
 
     def forget(self) -> None:
-        """Drops the gradients.
+        """Drops the gradients of the parts.
 
-        One that is still referenced elsewhere (an optimizer may keep it) gets memory of its own.
+        A gradient that is still referenced elsewhere (an optimizer may keep it) gets memory of its own.
         """
         for part in self.parts:
             part.grad = None
@@ -122,7 +124,7 @@ class OwnedParts:
                 self._views[index] = fresh
 
     def release(self) -> None:
-        """Restores the optimizer's parameters, without the state of the parts."""
+        """Gives the optimizer the whole parameters back, without the state of the parts."""
         for part, parameter in zip(self.parts, self._parameters, strict=True):
             self._optimizer.state.pop(part, None)
             forget_elements(parameter)
@@ -136,9 +138,9 @@ class OwnedParts:
         return sys.getrefcount(self._views[index])
 
     def _split_state(self) -> None:
-        """Replaces state that the optimizer already has for whole parameters by this rank's part of it.
+        """Replaces the state that the optimizer already has for whole parameters by this rank's part of that state.
 
-        Adagrad, for example, creates its state at once.
+        Adagrad, for example, has state before its first step.
         """
         for part, parameter in zip(self.parts, self._parameters, strict=True):
             shard, state = element_shard(parameter), self._optimizer.state.pop(parameter, None)
@@ -166,7 +168,7 @@ class OwnedParts:
 
 
 def check_zero_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raises UsageError for an optimizer or parameters whose elements a rank cannot update without the others."""
+    """Raises UsageError unless a rank can update its part of the parameters without the other parts."""
     check_optimizer(optimizer, layout="optimizer")
     for parameter in parameters:
         if parameter.is_complex():
@@ -193,8 +195,9 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 class ParameterCopies:
     """Copies gradients and parameters between the model and the memory of units. Does not communicate.
 
-    parameters: parameters of one plan, whose memory must have no gaps.
-    rank: this rank.
+    parameters: the parameters of the plan. Their memory must have no gaps.
+    plan: division of the buckets over the ranks.
+    rank: index of this rank in the division.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, plan: BucketDivision, rank: int) -> None:
@@ -207,14 +210,14 @@ class ParameterCopies:
         self._held: dict[int, torch.Tensor] = {}
 
     def in_place(self) -> bool:
-        """Returns True if all parameters are still in the memory where they were when this object was created."""
+        """Returns True if no parameter was moved to other memory since this object was created."""
         return all(
             parameter.data_ptr() == flat.data_ptr()
             for parameter, flat in zip(self._parameters, self._flats, strict=True)
         )
 
     def hold(self, index: int) -> None:
-        """Keeps a parameter's gradient until `take_gradients`; until then `.grad` cannot be used."""
+        """Keeps a parameter's gradient until `take_gradients`, and replaces `.grad` by a placeholder."""
         gradient = self._parameters[index].grad
         if gradient is not None:
             self._held[index] = gradient
@@ -229,11 +232,17 @@ class ParameterCopies:
         return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))
 
     def is_as_left(self, index: int, *, had: bool) -> bool:
-        """Returns True if `.grad` is still what `hold` has set. had: True if there was a gradient."""
+        """Returns True if the script has not changed a parameter's `.grad` since `hold`.
+
+        had: True if the parameter had a gradient when `hold` was called.
+        """
         return self._parameters[index].grad is (self._pending[index] if had else None)
 
     def take_gradients(self, indices: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Returns the gradients of these parameters, by index, in memory order, shape (n,); without missing ones."""
+        """Returns the gradients of these parameters by index, flattened in memory order, shape (n,).
+
+        Parameters without a gradient are left out.
+        """
         found = {}
         for index in indices:
             gradient = self._held.pop(index, self._parameters[index].grad)
@@ -249,7 +258,7 @@ class ParameterCopies:
     ) -> None:
         """Writes the gradients of unit `number`, times `factor`, into `into`, shape (unit.numel,).
 
-        Missing gradients are written as zeros.
+        gradients: result of `take_gradients`. A missing gradient is written as zeros.
         """
         for span in self._packed[number]:
             place = into[span.place : span.place + span.numel]
@@ -267,7 +276,7 @@ class ParameterCopies:
                 place.copy_(values).mul_(factor)
 
     def gathered(self, number: int) -> Gathered:
-        """Returns how the parameters of unit `number` are gathered: each in its own dtype."""
+        """Returns the functions that gather the parameters of unit `number`, each in its own dtype."""
         spans = self._units[number].spans
         return Gathered(
             num_bytes=[sum(map(self._bytes_of, of_rank)) for of_rank in spans],

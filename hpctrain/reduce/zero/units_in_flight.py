@@ -1,10 +1,11 @@
 """The pending operations of the reduction thread: reductions of units, and the gathering of their parameters.
 
-Parameters are gathered while training continues, and the first operation that uses one waits for it. Until its bucket
-has arrived, a parameter is of a class for which PyTorch passes every operation to `__torch_function__`, as for
-`UninitializedParameter` of lazy modules. So nothing reads it too early: forward, an evaluation, a checkpoint, a copy
-of the model, or a user's list of parameters. Only code that reads its memory without PyTorch's functions does not
-wait: scripted modules (`can_arrive_late`), a pointer, or a view that was created before.
+Parameters are gathered while training continues, and the first operation that uses a parameter waits for it. Until all
+parameters of its bucket have arrived, a parameter is of a class for which PyTorch passes every operation to
+`__torch_function__`, as for `UninitializedParameter` of lazy modules. So nothing reads a parameter too early: neither a
+forward pass, an evaluation or a checkpoint, nor a copy of the model or a user's list of parameters. Only code that
+reads the memory without PyTorch's functions does not wait: scripted modules (`can_arrive_late`), pointers, and views
+that were created before.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ _WITHOUT_ELEMENTS = {
 
 
 class ArrivingParameter(torch.nn.Parameter):
-    """A parameter that has not arrived yet. Each bucket has a subclass of its own.
+    """A parameter whose new values have not arrived yet. Each bucket has a subclass of its own.
 
-    wait: function that returns when the bucket has arrived; its parameters are then of the class `torch.nn.Parameter`
-    again.
+    wait: function that returns when the parameters of the bucket have arrived. They are then of the class
+    `torch.nn.Parameter` again.
     """
 
     wait: ClassVar[Callable[[], None]]
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Returns a plain parameter: `copy.deepcopy` calls this for a copy, whose data were read after the arrival."""
+        """Returns a plain parameter. `copy.deepcopy` calls this for a copy, after it has waited for the data."""
         return torch.nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -71,9 +72,9 @@ class ArrivingParameter(torch.nn.Parameter):
 class Arrivals:
     """Tracks the buckets whose parameters are being gathered. Only `arrived` may be called from another thread.
 
-    buckets: parameters of each bucket.
-    wait_until: waits until a function returns True, which `arrived` brings about; raises the error of a gathering that
-    has failed.
+    buckets: the parameters of each bucket.
+    wait_until: function that waits until the given function returns True, which calls of `arrived` bring about. It
+    raises the error of a gathering that has failed.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Arrivals:
     def arrived(self, bucket: int) -> None:
         """Records that one more unit of the bucket has arrived.
 
-        Any thread may call it; does nothing if none is expected.
+        Any thread may call it. Does nothing if the bucket is not expected.
         """
         if bucket in self._on_their_way:
             self._missing[bucket] -= 1
@@ -133,7 +134,7 @@ class Arrivals:
         return seconds
 
     def give_up(self) -> None:
-        """Makes all parameters usable as they are: nothing more will arrive, and nothing waits any longer."""
+        """Makes all parameters usable with their present values: no more units will arrive, and no use waits."""
         for bucket in list(self._on_their_way):
             self._as_usual(bucket)
 
@@ -152,9 +153,9 @@ def _class_that_waits(wait: Callable[[], None]) -> type[ArrivingParameter]:
 
 
 def can_arrive_late(parameters: Sequence[torch.nn.Parameter], *, model: torch.nn.Module | None) -> bool:
-    """Returns False if uses of parameters might not wait for their arrival.
+    """Returns True if every use of a parameter would wait for its arrival.
 
-    That is so in scripted modules, and if parameters are of another class already.
+    Returns False if the model has scripted modules, or if a parameter is not of the class `torch.nn.Parameter`.
     """
     scripted = model is not None and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
     return not scripted and all(type(parameter) is torch.nn.Parameter for parameter in parameters)
@@ -163,7 +164,7 @@ def can_arrive_late(parameters: Sequence[torch.nn.Parameter], *, model: torch.nn
 def has_compiled() -> bool:
     """Returns True if `torch.compile` has compiled something in this process.
 
-    Compiled code would find parameters of another class than before, and be recompiled again and again.
+    Compiled code depends on the class of the parameters, and would be recompiled whenever the class changes.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
@@ -174,7 +175,9 @@ def has_compiled() -> bool:
 
 @final
 class UnitsInFlight:
-    """Runs the reductions and gatherings of one plan's units. Every rank starts the same ones in the same order.
+    """Runs the reductions of a plan's units, and the gathering of their parameters.
+
+    Every rank starts the same operations in the same order.
 
     reducer: reducer that has memory for the plan.
     parameters: parameters of the plan.
@@ -220,7 +223,7 @@ class UnitsInFlight:
         return self._units_of[bucket]
 
     def room_for(self, number: int) -> torch.Tensor:
-        """Returns the memory of unit `number`, once it is no longer in use. `reduce` must follow."""
+        """Waits until the memory of unit `number` is not in use, and returns it. A call of `reduce` must follow."""
         memory = self._reducer.claim(number)
         if memory is not None:
             return memory
@@ -236,11 +239,11 @@ class UnitsInFlight:
         return memory
 
     def reduce(self, number: int) -> None:
-        """Schedules the reduction of unit `number`, whose memory must be filled."""
+        """Schedules the reduction of unit `number`. Call it after the unit's memory is filled."""
         self._pipeline.submit(number)
 
     def wait(self) -> TimeInFlight:
-        """Waits for all pending operations. Returns the seconds since the last wait with any of them in flight."""
+        """Waits for all pending operations. Returns the seconds since the last wait in which any was in flight."""
         waited, earlier = self._pipeline.wait(), self._earlier
         self._earlier = TimeInFlight(0.0, 0.0)
         return TimeInFlight(earlier.total_s + waited.total_s, earlier.hidden_s + waited.hidden_s)
@@ -248,9 +251,9 @@ class UnitsInFlight:
     def gather(self, buckets: Sequence[int]) -> float:
         """Starts to gather the parameters of all buckets, in this order. Call it after `wait`.
 
-        It waits for them only if uses of them cannot wait: without overlap, in scripted models, and once something was
-        compiled. Returns the seconds of that wait; the time of operations that are still pending is part of the result
-        of the next `wait`.
+        It waits for the parameters only if their uses would not wait: without overlap, if `can_arrive_late` is False,
+        and once `torch.compile` has compiled something. In these cases it returns the seconds of the gathering.
+        Otherwise it returns 0, and the time of the gathering is part of the result of the next `wait`.
         """
         began = time.perf_counter()
         late = self._late and not has_compiled()
@@ -266,14 +269,11 @@ class UnitsInFlight:
         return gathered.total_s
 
     def wait_for_parameters(self) -> None:
-        """Waits until no parameters are being gathered.
-
-        Raises the error of a gathering on every rank on which it has failed.
-        """
+        """Waits until no parameters are being gathered. Raises the error of a gathering that failed on this rank."""
         self._arrivals.wait_for_all()
 
     def take_blocked_s(self) -> float:
-        """Returns the seconds since the last call in which training waited for memory or for parameters."""
+        """Returns the seconds in which training has waited for memory or for parameters since the last call."""
         seconds, self._blocked_s = self._blocked_s, 0.0
         return seconds + self._arrivals.take_waited_s()
 
@@ -289,7 +289,7 @@ class UnitsInFlight:
     def close(self) -> bool:
         """Waits for parameters and ends the thread. Returns False if a reduction hangs.
 
-        Raises the error of a gathering, unless it was raised before.
+        Raises the error of a gathering that has failed, unless that was raised before.
         """
         atexit.unregister(self.wait_for_parameters)
         try:
@@ -301,7 +301,11 @@ class UnitsInFlight:
         return ended
 
     def _turns(self, number: int) -> Iterator[bool]:
-        """Returns the reduction of unit `number` or, for a number beyond those of units, the gathering of a unit."""
+        """Returns the operation `number`, as a generator.
+
+        With U units, operation n < U is the reduction of unit n, and operation U + n is the gathering of its
+        parameters.
+        """
         num_units = len(self._plan.units)
         if number < num_units:
             return self._reducer.reduce_scatter(number)

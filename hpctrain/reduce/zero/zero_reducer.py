@@ -1,9 +1,10 @@
 """Reduce-scatter of gradients and all-gather of parameters, in two levels, unit by unit.
 
-Within a node the ranks read each other's gradients in shared memory. Between nodes a rank sends the sum of its node to
-the owner of each part, which adds the nodes' sums in their order. These are the same additions as those of
-`AllReduceReducer` with `direct`, so the sums have the same bits. With C nodes, each sends (C-1)/C of a unit's encoded
-bytes, and (C-1)/C of the bytes of its updated parameters; with one rank per node, C is the number of ranks.
+Within a node the ranks read each other's gradients in shared memory. Between nodes, the sum of a node is sent to the
+owner of each part, which adds up the sums of the nodes in node order. These are the same additions as those of
+`AllReduceReducer` with `direct`, so the sums have the same bits. With C nodes, each node sends (C-1)/C of a unit's
+encoded bytes, and (C-1)/C of the bytes of the unit's updated parameters. With one rank per node, C is the number of
+ranks.
 
 Source of the two levels: Jia et al. 2018, arXiv:1807.11205; of sharding the updates: Rajbhandari et al. 2020,
 arXiv:1910.02054.
@@ -30,11 +31,11 @@ from hpctrain.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """How a unit's parameters are gathered, as bytes.
+    """The functions that gather a unit's parameters, as bytes.
 
-    num_bytes: size of each rank's part.
-    read: read(out) writes this rank's part into `out`, uint8.
-    write: write(owner, data) stores the part of another rank.
+    num_bytes: size of each rank's part of the parameters, in bytes.
+    read: read(out) copies this rank's part of the parameters into `out`, uint8.
+    write: write(owner, data) copies `data`, the part of the rank `owner`, into the parameters.
     """
 
     num_bytes: Sequence[int]
@@ -44,12 +45,13 @@ class Gathered:
 
 @dataclass(slots=True, kw_only=True)
 class _Planned:
-    """One unit with its memory.
+    """One unit of the plan, with its memory.
 
-    slot: number of the memory slot that it uses.
-    segments: memory of each of the node's ranks.
+    slot: index of the memory slot that the unit uses; several units may use the same slot, one after another.
+    segments: the unit's memory on each of the node's ranks.
     out: tensor that receives this rank's part of the sum.
-    feedback: error feedback by owner.
+    gathered: functions that gather the unit's parameters.
+    feedback: encoding errors of the parts, by the rank that owns the part; empty without error feedback.
     """
 
     unit: ReductionUnit
@@ -62,7 +64,7 @@ class _Planned:
 
 @final
 class ZeroReducer(TransportReducer):
-    """Sums units over all ranks, each part at its owner, and gathers the parameters that the owners have updated.
+    """Sums units over all ranks: each rank gets the sum of its part. Gathers the parameters that the owners updated.
 
     Parameters are never encoded. See `TransportReducer` for the arguments.
     """
@@ -111,13 +113,13 @@ class ZeroReducer(TransportReducer):
         outs: Sequence[torch.Tensor],
         gathered: Sequence[Gathered],
     ) -> None:
-        """Allocates memory for `num_slots` units at a time. Collective.
+        """Allocates memory that `num_slots` units can use at the same time. Collective.
 
         outs: for each bucket, the tensor that receives this rank's share of the sum: shape (share,), the bucket's
         dtype, in host memory.
-        gathered: how the parameters of each unit are gathered.
+        gathered: for each unit, the functions that gather its parameters.
 
-        Raises BufferMismatch on every rank, naming the rank that differs, unless all have the same plan.
+        Raises BufferMismatch on every rank unless all ranks have the same plan; it names the ranks that differ.
         """
         units, rank = plan.units, self._transport.rank
         num_slots = min(num_slots, len(units))
@@ -153,9 +155,9 @@ class ZeroReducer(TransportReducer):
             )
 
     def _feedback(self, unit: ReductionUnit) -> dict[int, CodecFeedback]:
-        """Returns error feedback for the parts that this rank sends to their owners, and for its own part.
+        """Returns the encoding errors for the parts that this rank sends to their owners, and for its own part.
 
-        The sum of its own part is not encoded.
+        This rank does not encode its own part: it only adds the errors of a loaded checkpoint to it.
         """
         found = {}
         for owner in (*self._owners, self._transport.rank):
@@ -167,9 +169,10 @@ class ZeroReducer(TransportReducer):
         return found
 
     def claim(self, number: int) -> torch.Tensor | None:
-        """Returns the memory of unit `number` to fill: shape (unit.numel,), the unit's dtype, in host memory.
+        """Returns the memory of unit `number`: shape (unit.numel,), the unit's dtype, in host memory.
 
-        Returns None while another unit uses that memory. Not collective. The reduction of the unit must follow.
+        The caller fills it, and must then reduce the unit. Returns None while another unit uses the memory. Not
+        collective.
         """
         planned = self._units[number]
         if self._busy[planned.slot]:
@@ -178,16 +181,20 @@ class ZeroReducer(TransportReducer):
         return planned.segments[self._place.local].view(planned.unit.dtype)
 
     def reduce_scatter(self, number: int) -> Iterator[bool]:
-        """Sums unit `number`, whose memory was claimed and filled; this rank's part goes into its share. Collective.
+        """Sums unit `number`, and writes this rank's part of the sum into `outs`. Collective.
 
-        A generator like `BucketReducer.reduce`. Every rank starts the same operations in the same order.
+        Call it after the unit's memory was claimed and filled. A generator like that of `BucketReducer.reduce`. Every
+        rank starts the same operations in the same order.
         """
         return self._watched(
             self._reduce(number), f"unit {number}, {self._units[number].unit.numel} gradients"
         )
 
     def all_gather(self, number: int) -> Iterator[bool]:
-        """Gathers the parameters of unit `number` from their owners. A generator like `reduce_scatter`. Collective."""
+        """Gathers the parameters of unit `number` from their owners. Collective.
+
+        A generator like that of `reduce_scatter`.
+        """
         return self._watched(
             self._gather(number), f"unit {number}, {self._units[number].unit.numel} parameters"
         )
@@ -274,7 +281,7 @@ class ZeroReducer(TransportReducer):
         self._busy[planned.slot] = False
 
     def _from_next(self, ranks: Sequence[int]) -> list[int]:
-        """Returns the ranks starting after this one, so that not all ranks send to the same one first."""
+        """Returns `ranks` in ascending order, starting after this rank, so that not all ranks send to rank 0 first."""
         return sorted(ranks, key=lambda rank: (rank - self._transport.rank) % self._comm.num_ranks)
 
     def _until_done(self, pending: Sequence[Pending]) -> Iterator[bool]:

@@ -37,22 +37,26 @@ _UNITS_OF_A_BUCKET = 4
 class ZeroUpdater(UpdaterBase):
     """`DistributedOptimizer` that reduce-scatters gradients in backward and gathers updated parameters in forward.
 
-    See `units_in_flight` for the gathering. The constructor is collective. A plain `loss.backward()` has weight
-    1/num_ranks. From backward to `step` a parameter's `.grad` cannot be used. Buckets follow the reverse order of
-    registration; from the second step on they are reduced in the order in which they were complete on rank 0.
+    The gathering is described in `units_in_flight`. The constructor is collective. A plain `loss.backward()` has weight
+    1/num_ranks. From backward to `step` a parameter's `.grad` cannot be used. Parameters are assigned to buckets in the
+    reverse order of registration. From the second step on, buckets are reduced in the order in which they were complete
+    on rank 0 in the first step.
 
     Args:
-        optimizer: Optimizer whose update treats each element by itself; its parameters have the same shapes, in the
-            same order, on every rank. Until `close` it holds this rank's parts of them (`distributed.element_shard`).
-        comm: Communicator of all ranks, at least two; used from the calling thread for the small sums of a step.
-        reducer: Reducer for this updater only, with a separate communicator; the caller closes it after the updater.
+        optimizer: Optimizer that updates each element independently of other elements. Its parameters have the same
+            shapes, in the same order, on every rank. Until `close` it holds this rank's parts of the parameters
+            (`distributed.element_shard`).
+        comm: Communicator of all ranks, of which there are at least two. The calling thread uses it for the small sums
+            of a step.
+        reducer: Reducer for this updater only, with a communicator of its own. The caller closes the reducer after the
+            updater.
         keeps_gradients: True (ZeRO-1): there is memory for all gradients, and backward waits for no other rank. False
-            (ZeRO-2): there is memory for two buckets and this rank's share, and backward waits if the network is
-            slower.
+            (ZeRO-2): there is memory for the gradients of two buckets and this rank's share of the sums, and backward
+            waits for the network if the network is slower.
         bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, oversubscribed: See `AllReduceUpdater`.
         align_elems: Shares end at multiples of this number of elements within a parameter.
-        model: Model that computes with the parameters. If it has scripted modules, `step` waits for all parameters; it
-            also does without `overlap`, and in a process that has compiled something with `torch.compile`.
+        model: Model that computes with the parameters. If it has scripted modules, `step` waits for all parameters.
+            `step` also waits without `overlap`, and in a process that has compiled something with `torch.compile`.
 
     Raises:
         UsageError: On every rank. An argument is invalid, or the optimizer or model cannot be sharded.
@@ -126,7 +130,8 @@ class ZeroUpdater(UpdaterBase):
     def observe_reductions(self, observer: ReductionObserver | None) -> None:
         """See `DistributedOptimizer.observe_reductions`.
 
-        The observer is called for each unit, and with the same number for the gathering of its parameters.
+        The observer is called after the reduction of each unit, with the unit's index, and with the same index after
+        the gathering of its parameters.
         """
         self._units.observe(observer)
 
@@ -179,9 +184,10 @@ class ZeroUpdater(UpdaterBase):
         self._begin_step()
 
     def _release(self) -> bool:
-        """Gives the optimizer the model's parameters back, without state.
+        """See `UpdaterBase._release`. Gives the optimizer the model's parameters back, without state.
 
-        Waits for parameters that are still being gathered, and raises the error of that, unless it was raised before.
+        Waits for parameters that are still being gathered. Raises the error of a gathering that has failed, unless that
+        was raised before.
         """
         try:
             return self._units.close()
@@ -224,7 +230,7 @@ class ZeroUpdater(UpdaterBase):
             parameter.grad = None
 
     def _abandon(self) -> None:
-        """Ends a step that will not be made because the script has dropped its gradients. Collective."""
+        """Ends a step that is not applied because the script has dropped its gradients. Collective."""
         fresh = [parameter.grad for parameter in self._parameters]
         self._copies.drop_held()
         self._drop_gradients()
@@ -255,10 +261,10 @@ class ZeroUpdater(UpdaterBase):
                     self._parameters[index].grad = None
 
     def _sum_numbers(self, sums: Mapping[str, float]) -> tuple[float, dict[str, float], bool]:
-        """Sums the numbers of a step over all ranks, and notes which parameters any rank has used. Collective.
+        """Sums the numbers of a step over all ranks, and records which parameters any rank has used. Collective.
 
-        Returns the square of the gradient norm, the sums of the caller's numbers, and whether the order of the buckets
-        is known from now on.
+        Returns the square of the gradient norm, the sums of the caller's numbers by name, and True if rank 0 has just
+        learned the order in which buckets become complete.
         """
         names = sorted(sums)
         num_missing = self._had.count(False)
@@ -276,7 +282,7 @@ class ZeroUpdater(UpdaterBase):
         return square, dict(zip(names, totals, strict=True)), order_is_new > 0
 
     def _check_parameters(self) -> None:
-        """Raises UsageError unless parameters and gradients are still where the updater has put them."""
+        """Raises UsageError if the script has changed the optimizer's parameters, their memory, or their gradients."""
         now = trainable(self._optimizer)
         if len(now) != len(self._owned.parts) or any(
             a is not b for a, b in zip(now, self._owned.parts, strict=True)

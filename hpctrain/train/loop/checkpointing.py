@@ -31,9 +31,13 @@ from hpctrain.train.loop.settings import CheckpointPolicy
 
 
 def with_quality(state: State, *, quality: Mapping[str, float], step: int | None) -> State:
-    """Adds the metrics of the newest evaluation to the document of `state`, from which the best checkpoint is chosen.
+    """Returns `state` with the metrics of the newest evaluation in its document.
 
-    NaN and infinities are left out, since JSON does not have them. A checkpoint without the metric is never the best.
+    The best checkpoint is chosen by these metrics. NaN and infinities are left out, since JSON does not have them. A
+    checkpoint without the metric is never the best.
+
+    quality: the metrics by name.
+    step: the step after which the evaluation was made.
     """
     finite = {name: value for name, value in quality.items() if math.isfinite(value)}
     if not finite:
@@ -43,18 +47,19 @@ def with_quality(state: State, *, quality: Mapping[str, float], step: int | None
 
 @final
 class Checkpointing:
-    """The checkpoints of a run. A context manager: on exit a save in flight is committed, also after an agreed error.
+    """Saves the checkpoints of a run. A context manager: on exit, it completes the save in flight.
 
-    The ranks agree through the sums of a step: each contributes `votes`, and `after_step` reads the sums.
+    It does so also after an agreed error, an error that all ranks raise. The ranks decide together through the sums of
+    a step: each rank contributes `votes`, and `after_step` reads the sums.
 
     Args:
         policy: When and where to save.
         say: A function that prints a line for the user, on rank 0.
-        clock: The clock that receives the time for which training is blocked, and as `own_write` the time in which this
-            rank wrote its part of a committed checkpoint.
+        clock: The clock to which two times are added: the time for which a save blocks training, and as `own_write` the
+            time in which this rank wrote its part of a committed checkpoint.
         requests: The user's requests to save now.
-        saved_step: The step whose state is already on disk.
-        begin: A function that starts a save, as `Saver` takes it; None: one into the policy's directory.
+        saved_step: The step whose state is already on disk; None if there is none.
+        begin: A function that starts a save, as `Saver` takes it; None: saves go into the policy's directory.
 
     Attributes:
         times: The seconds that the newest saves took until they were committed.
@@ -96,7 +101,7 @@ class Checkpointing:
     # ------------------------------------------------------------------ in the loop
 
     def votes(self) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step. Not collective.
+        """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
 
         The names are the same on every rank.
         """
@@ -113,7 +118,9 @@ class Checkpointing:
     def after_step(self, step: int, sums: Mapping[str, float]) -> bool:
         """Advances the save in flight. Returns True if a checkpoint is due after `step`. Collective.
 
-        sums: the summed votes. An error of a background save is raised on every rank.
+        Raises the error of a background save on every rank.
+
+        sums: the votes, summed over the ranks.
         """
         if sums.get("saved", 0.0) == self._comm.num_ranks:
             with self._saving():
@@ -132,15 +139,14 @@ class Checkpointing:
         return True
 
     def num_saves_until_stop(self, step: int) -> int:
-        """Returns the number of saves for which the run must wait if it trains on after `step` and stops one step
-        later.
-        """
+        """Returns the number of saves for which the run must wait if it makes one step after `step` and then stops."""
         return 1 + (self._saver.in_flight_step is not None) + self._policy.due_by_step(step)
 
     def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:
-        """Saves the state that `capture` returns, or starts to. Waits for a save in flight first. Collective.
+        """Saves the state that `capture` returns; a background save is only started. Collective.
 
-        Does nothing if the state of this step is saved or in flight already, unless `again` is True.
+        Does nothing if the state of this step is already saved or being saved, unless `again` is True. Waits for an
+        earlier save in flight first.
         """
         if self._saved_step == step and not again:
             return

@@ -28,11 +28,11 @@ def agreed_batches(
 ) -> Iterator[Batch]:
     """Yields `batches` with `global_skipped` set, so that `Batch.weight` is right on all ranks.
 
-    Each batch is collective.
+    Collective: each batch needs an all-reduce of two numbers. Raises the same error on every rank if a rank cannot read
+    a batch, and DataError if all samples of a global batch are damaged.
 
-    Each batch needs an all-reduce of two numbers; `waited` is called with its seconds. counts_samples: False on ranks
-    that read the same samples as another rank, which counts them. Raises the same error on every rank if a rank cannot
-    read a batch, and DataError if all samples of a global batch are damaged.
+    waited: function that is called with the seconds of each all-reduce.
+    counts_samples: False if another rank reads the same samples as this rank and counts them.
     """
     iterator = iter(batches)
     while True:
@@ -70,13 +70,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns the means of the task's metrics over the samples of `loader`, each used once. Collective.
 
-    With weights from the task, a mean is sum(weight x metric) / sum(weight), where metrics of weight 0 are ignored.
+    If the task gives weights, a mean is sum(weight x metric) / sum(weight), where metrics of weight 0 are ignored.
     Samples that the loader skips as damaged are not in the means. Sums are added in rank order in float64, so that the
     result is the same on every rank.
 
-    max_samples: stop after the first batches that together have so many samples; the same on every rank. Raises
-    UsageError on every rank if only some metrics come with weights. Raises DataError if there are no samples, if all
-    have weight 0, or if the model is split and a rank has no samples in the first batch.
+    Raises UsageError on every rank if only some metrics come with weights. Raises DataError if there are no samples, if
+    all have weight 0, or if the model is split and a rank has no samples in the first batch.
+
+    max_samples: the evaluation ends after the first batches that together have at least so many samples, over all
+    ranks. The same on every rank. None: all samples.
     """
     # Metrics may draw random numbers; training must not depend on whether there was an evaluation.
     model = runner.model
@@ -143,7 +145,7 @@ def evaluate(
 def _check_first(batch: Batch, *, comm: Collective, num_shares: int) -> None:
     """Raises DataError on every rank if a rank has no samples in the first batch. Collective.
 
-    Such a rank could not take part in forward.
+    A rank without samples could not take part in forward, which is collective.
     """
     if not is_true_everywhere(comm, batch.num_samples > 0):
         raise DataError(

@@ -35,7 +35,8 @@ from hpctrain.train.task.loss_weights import LOSS_WEIGHT, with_mean_loss
 class DataBalance:
     """Counts this rank's samples and their bytes, and compares the ranks at the end of each epoch.
 
-    most_excess: the fraction by which a rank may exceed the mean; more is reported, once.
+    most_excess: the fraction by which a rank may exceed the mean of the ranks. A larger excess is reported once per
+    run.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class DataBalance:
         self._num_bytes += batch.num_bytes
 
     def epoch_ended(self, epoch: int, *, step: int) -> None:
-        """Compares the ranks after `step`, the last of `epoch`, and resets the counts.
+        """Compares the ranks after `step`, the last step of `epoch`, and resets the counts.
 
-        Collective, 16 bytes from each rank.
+        Collective: an all-gather of 16 bytes from each rank.
         """
         num_ranks = self._comm.num_ranks
         if num_ranks == 1:
@@ -78,7 +79,12 @@ class DataBalance:
 
 
 def describe_excess(counts: Sequence[int], *, what: str, most_excess: float) -> str | None:
-    """Returns a message about the rank with the highest count; None if the counts, by rank, are balanced."""
+    """Returns a message about the rank with the highest count; None if the counts are balanced.
+
+    counts: the count of each rank.
+    what: the counted things, for the message.
+    most_excess: the fraction by which the highest count may exceed the mean.
+    """
     mean, most = sum(counts) / len(counts), max(counts)
     if most <= mean * (1 + most_excess):
         return None
@@ -91,7 +97,7 @@ def describe_excess(counts: Sequence[int], *, what: str, most_excess: float) -> 
 
 
 def _spread(counts: Sequence[int]) -> dict[str, float]:
-    """Returns the lowest, mean and highest count, and the ranks with the lowest and the highest."""
+    """Returns the lowest, mean and highest count, and the ranks with the lowest and with the highest count."""
     least, most = min(counts), max(counts)
     return {
         "least": least, "least_rank": counts.index(least), "mean": sum(counts) / len(counts),
@@ -112,7 +118,7 @@ _VOTE = "out_of_memory"
 def largest_micro_batch(directory: Path, *, comm: Collective) -> int | None:
     """Returns the largest number of samples per micro-batch that an earlier start recorded. Collective.
 
-    None: no limit. Raises LaunchError on every rank if the file cannot be read.
+    Returns None if no limit was recorded. Raises LaunchError on every rank if the file cannot be read.
     """
 
     def read() -> int | None:
@@ -133,22 +139,23 @@ def largest_micro_batch(directory: Path, *, comm: Collective) -> int | None:
 
 @final
 class MemoryGuard:
-    """Holds the number of micro-batches per step, and doubles it after a rank ran out of memory.
+    """Holds the number of micro-batches per step, and doubles it after a rank has run out of memory.
 
-    The ranks agree through the sums of a step: each contributes `votes`, and `ran_out` reads the sums. A rank that ran
-    out still takes part in all reductions of the step, with what it has. No rank uses their results
-    (`DistributedOptimizer.step`, accepts), so buckets that other ranks have already sent do no harm.
+    The ranks agree through the sums of a step: each rank contributes `votes`, and `ran_out` reads the sums. A rank that
+    has run out of memory still takes part in all reductions of the step, with the gradients that it has. No rank uses
+    the results of these reductions (see `accepts` of `DistributedOptimizer.step`), so buckets that ranks have already
+    sent do no harm.
 
     Args:
         directory: The run directory.
-        recovers: False ends the run instead of doubling.
+        recovers: True: the number of micro-batches is doubled. False: the run ends if a rank runs out of memory.
         rows: The largest number of samples of a global batch on any rank.
         micro_batches: The number of micro-batches in the recipe.
         largest: The result of `largest_micro_batch`.
-        short_attempt: The number of the previous attempt of `hpctrain supervise`, if it ended out of memory. As a rule
-            the kernel killed a rank then, which could not divide anything, so the number is doubled at once; the
-            constructor is then collective.
-        say: A function that prints a line, on rank 0.
+        short_attempt: The number of the previous attempt of `hpctrain supervise`, if that attempt ended out of memory;
+            None otherwise. Usually the kernel has then killed a rank before the number of micro-batches could be
+            doubled. So the constructor doubles it, and is then collective.
+        say: A function that prints a line for the user, on rank 0.
     """
 
     def __init__(
@@ -202,7 +209,10 @@ class MemoryGuard:
         return self._shortage is not None
 
     def attempt(self, compute: Callable[[int], float]) -> float:
-        """Returns `compute(num_parts)`, the loss of this rank's share, or 0 if memory ran out. Not collective."""
+        """Returns `compute(num_parts)`, the loss of this rank's share, or 0 if this rank ran out of memory.
+
+        Not collective. If the run does not recover, raises OutOfMemory on this rank only.
+        """
         self._shortage = None
         try:
             return compute(self.num_parts)
@@ -221,8 +231,9 @@ class MemoryGuard:
     def update(self, step: Callable[[], T]) -> T:
         """Returns `step()`, which reduces the gradients and steps the optimizer.
 
-        Raises OutOfMemory, on this rank only, if it runs out of memory, since smaller micro-batches would not help. The
-        first call creates the optimizer's state; free memory between its tensors is then returned to the system.
+        If this rank runs out of memory, raises OutOfMemory, on this rank only, since smaller micro-batches would not
+        help. The first call creates the optimizer's state; afterwards the free memory between the tensors of the state
+        is returned to the system.
         """
         try:
             found = step()
@@ -237,17 +248,17 @@ class MemoryGuard:
         return found
 
     def votes(self) -> dict[str, float]:
-        """Returns this rank's contribution to the sums of a step. Not collective."""
+        """Returns the number that this rank adds to the sums of a step, by name. Not collective."""
         return {_VOTE: float(self._shortage is not None)}
 
     def ran_out(self, sums: Mapping[str, float]) -> bool:
-        """Returns True if a rank ran out of memory in this step; the same on every rank."""
+        """Returns True if any rank ran out of memory in this step; the same on every rank."""
         return sums[_VOTE] > 0
 
     def divide(self, step: int) -> None:
-        """Doubles the number of micro-batches after `ran_out`. Collective.
+        """Doubles the number of micro-batches. Collective; call it after `ran_out` has returned True.
 
-        Raises OutOfMemory on every rank if a micro-batch has one sample already.
+        Raises OutOfMemory on every rank if the micro-batches have only one sample.
         """
         who, asked = self._who()
         if self.largest == 1:
@@ -270,16 +281,19 @@ class MemoryGuard:
     # ------------------------------------------------------------------ details
 
     def _double(self, event: dict[str, Any]) -> None:
-        """Doubles the number of micro-batches, and records it with its cause `event`. Collective."""
+        """Doubles the number of micro-batches, and records the new number. Collective.
+
+        event: fields of the record that state the cause.
+        """
         self.num_parts *= 2
         event |= {"micro_batches": self.num_parts, "samples": self.largest}
         self._records.write({"kind": "out_of_memory", **event})
         on_rank_0(self._comm, lambda: self._remember(event))
 
     def _who(self) -> tuple[str, str]:
-        """Returns the ranks that ran out of memory with their hosts, and the allocation that failed. Collective.
+        """Returns two texts: which ranks ran out of memory, with their hosts; and the allocation that failed.
 
-        It is that of the first of these ranks.
+        The allocation is that of the first of these ranks. Collective.
         """
         mine = None if self._shortage is None else [socket.gethostname(), self._shortage]
         values, value_of_rank = all_gather_distinct(self._comm, mine)
@@ -313,12 +327,16 @@ RollBack = Callable[[Callable[[list[int]], int | None]], Resumed | None]
 
 @final
 class Guards:
-    """The guards of a run. Their decisions follow from sums over the ranks, so that they are the same on every rank.
+    """The guards of a run. They decide by sums over the ranks, so that the decisions are the same on every rank.
 
     Args:
+        divergence: The guard against divergence.
+        memory: The guard against lack of memory.
+        balance: The comparison of the ranks' shares of the data.
         roll_back: A function that restores an older state.
-        skips_data: Whether a rolled-back run continues after the data on which it diverged instead of repeating them.
-        say: A function that prints a line, on rank 0.
+        skips_data: True: a run that is rolled back continues after the data on which it diverged. False: it repeats the
+            data since the checkpoint.
+        say: A function that prints a line for the user, on rank 0.
     """
 
     def __init__(
@@ -342,9 +360,10 @@ class Guards:
         self._why_not: str | None = None  # of the step that the updater makes
 
     def accepts(self, grad_norm: float, sums: Mapping[str, float]) -> bool:
-        """Returns False if a step must be dropped; `DistributedOptimizer.step` calls it.
+        """Returns False if a step must be dropped. `DistributedOptimizer.step` calls this method.
 
-        That is so if a rank ran out of memory, if the loss is not finite or jumps, or if all losses have weight 0.
+        A step is dropped if a rank ran out of memory, if the loss is not finite or jumps, or if all losses have
+        weight 0.
         """
         if self.memory.ran_out(sums):
             return False
@@ -372,7 +391,10 @@ class Guards:
 
     @property
     def may_save(self) -> bool:
-        """False while steps are dropped: the state may be spoiled, and a save may delete the last good checkpoint."""
+        """False while steps are being dropped.
+
+        The state may then be bad, and saving it might delete the last good checkpoint.
+        """
         return self.divergence.skipped_in_row == 0
 
     def roll_back(self) -> Resumed | None:

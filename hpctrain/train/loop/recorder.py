@@ -1,4 +1,4 @@
-"""Writes a run's records: one per step, the progress line and the totals at the end. Does not communicate."""
+"""Writes the records of a run, one per step, and prints its progress line. Does not communicate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOLD = 3
 
 
 class DamageLog:
-    """Writes one record for each damaged block. Does not communicate."""
+    """Writes one record for each damaged block of data that this rank has found. Does not communicate."""
 
     def __init__(self, records: RecordWriter, *, rank: int, checkers: Sequence[BlockChecker | None]) -> None:
         self._records = records
@@ -34,7 +34,10 @@ class DamageLog:
         self._written = [0] * len(self._checkers)
 
     def write(self, *, step: int) -> None:
-        """Records the damaged blocks found since the last call under `step`, and prints the first _TOLD of the run."""
+        """Records the damaged blocks that were found since the last call, and prints the first few of the run.
+
+        step: the step that the records name.
+        """
         for place, checker in enumerate(self._checkers):
             for damage in checker.damages[self._written[place] :]:
                 self._written[place] += 1
@@ -53,7 +56,10 @@ class DamageLog:
 
 @final
 class EnergyLog:
-    """Writes the readings of an energy meter as records. `joules` is the sum of all readings, by source."""
+    """Writes the readings of an energy meter as records.
+
+    joules: the sum of all readings in joules, by source.
+    """
 
     def __init__(self, records: RecordWriter, meter: EnergyMeter) -> None:
         self._records = records
@@ -64,7 +70,10 @@ class EnergyLog:
         self._meter.start()
 
     def write(self, *, step: int) -> None:
-        """Records the readings since the last call. `step` is the last step that has ended."""
+        """Records the readings since the last call.
+
+        step: the last step that has ended.
+        """
         for record in self._meter.take():
             for source, joules in record["joules"].items():
                 self.joules[source] += joules
@@ -84,8 +93,8 @@ class ProgressLine:
 
     Args:
         every_s: The seconds between lines.
-        silent: True on all other ranks.
-        on_terminal: Whether the user sees the output on a terminal, where the line is updated in place.
+        silent: True on all ranks except rank 0: nothing is printed.
+        on_terminal: True if the user sees the output on a terminal, where the line is updated in place.
     """
 
     def __init__(
@@ -108,7 +117,11 @@ class ProgressLine:
         self._history: deque[tuple[float, int, int]] = deque(maxlen=200)
 
     def step(self, *, step: int, epoch: int, loss: float, lr: float, num_samples: int) -> None:
-        """Reports a step. `step` is the number of steps done, `num_samples` the samples of this step over all ranks."""
+        """Reports a step.
+
+        step: the number of steps that are done.
+        num_samples: the number of samples of this step over all ranks.
+        """
         if self._silent:
             return
         now = time.monotonic()
@@ -127,7 +140,7 @@ class ProgressLine:
             tell(line)
 
     def say(self, text: str) -> None:
-        """Prints a separate line above the progress line."""
+        """Prints a line that stays above the progress line."""
         if self._silent:
             return
         if self._on_terminal and self._width:
@@ -158,15 +171,15 @@ BUCKETS_EVERY_STEPS = 100
 
 @final
 class RunRecorder:
-    """Records one run on one rank. A context manager, during which the energy meter is read.
+    """Records a run on one rank. A context manager: inside its block the energy meter is read.
 
     Args:
-        world: The communicator, whose messages about a rank that hangs name the step.
-        counts_samples: False on ranks whose samples another rank counts; their records have none.
+        world: The communicator; its messages about a rank that hangs name the step that this object sets.
+        counts_samples: False on a rank whose samples another rank counts; its records then count 0 samples.
         meter: The energy meter of this node; None on ranks that do not read it.
 
     Attributes:
-        clock: The seconds of the current step by name, to which everything that takes time adds.
+        clock: The clock of the current step, to which all parts of the run add the seconds that they take, by name.
     """
 
     def __init__(
@@ -226,12 +239,13 @@ class RunRecorder:
         })  # fmt: skip
 
     def begins(self, step: int) -> None:
-        """Sets the step that is about to run, counted from 1."""
+        """Announces the step that is about to run, counted from 1."""
         self._world.step = step
 
     def reduced(self, outcome: StepOutcome, *, seconds: float) -> None:
-        """Records the reduction and the optimizer's step, which took `seconds` together, whether it was applied or
-        skipped.
+        """Records the times of a call of the updater's `step`, whether the step was applied or skipped.
+
+        seconds: the duration of the call: the reduction and the optimizer's step.
         """
         now = time.perf_counter()
         sync_ended = now - outcome.update_s
@@ -250,7 +264,10 @@ class RunRecorder:
     def ends(
         self, batch: Batch, outcome: StepOutcome, *, position: Position, lr: float
     ) -> Mapping[str, float]:
-        """Records the step that led to `position`, after its save and evaluation. Returns its seconds by name."""
+        """Records a step, after its save and evaluation. Returns the seconds of the step by name.
+
+        position: the position after the step.
+        """
         self._loss = outcome.sums["loss"]
         self._steps += 1
         self._bucket_times.add(outcome.times)
@@ -293,7 +310,7 @@ class RunRecorder:
     def rolled_back(
         self, resumed: Resumed, *, step: int, why: str, num_roll_backs: int, lr_factor: float
     ) -> None:
-        """Records that the run was rolled back during `step`. That step has no record of its own."""
+        """Records that the run was rolled back during `step`, which has no other record."""
         self._add(self.clock.lap())
         self.records.write({
             "kind": "roll_back", "time": time.time(), "step": step, "to_step": resumed.position.step,
@@ -327,13 +344,13 @@ class RunRecorder:
     def finished(self, quality: Mapping[str, float]) -> None:
         """Records the end of the run, after the last evaluation and save.
 
-        `quality` holds the metrics of that evaluation.
+        quality: the metrics of the last evaluation by name.
         """
         self.final_quality = quality
         self._add({"checkpoint": self.clock.lap().get("checkpoint", 0.0)})
 
     def totals(self, position: Position, *, num_checkpoints: int) -> Totals:
-        """Returns the totals of this process so far."""
+        """Returns what this process has done so far."""
         resumed = self._resumed
         return Totals(
             position=position,
@@ -358,7 +375,7 @@ class RunRecorder:
 
 @final
 class _BucketTimes:
-    """Averages the `BackwardTimes` of steps with the same buckets. Other buckets start a new average."""
+    """Averages the `BackwardTimes` of steps with the same buckets. A step with other buckets starts a new average."""
 
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] = ()

@@ -13,14 +13,19 @@ from hpctrain.train.state.training_state import Position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPolicy:
-    """When and where a training is saved. It is also saved at its end and when it is asked to stop.
+    """When and where a training is saved. It is always saved at its end, and when it is asked to stop.
 
     Attributes:
-        every_steps: The interval between saves in steps; None: not by steps.
-        every_minutes: The interval between saves in minutes; None: not by time.
-        failures_per_day: The expected number of failures of the whole job; if given, the interval that loses the least
-            time is printed.
-        by_advice: Whether that interval, computed from the measured cost of a save, is also used.
+        directory: The folder of the checkpoints.
+        every_steps: The number of steps between saves; None: no saves by steps.
+        every_minutes: The number of minutes between saves; None: no saves by time.
+        by_advice: True to save at the interval that loses the least time. This interval is computed from the measured
+            cost of a save and from `failures_per_day`.
+        failures_per_day: The expected number of failures of the whole job per day. If it is given, the interval that
+            loses the least time is printed.
+        mode: Whether training waits for a save, or the save runs in the background.
+        when_busy: What happens if a save is due while another one is in flight.
+        options: The options of each save.
     """
 
     directory: Path
@@ -33,13 +38,13 @@ class CheckpointPolicy:
     options: SaveOptions = field(default_factory=SaveOptions)
 
     def due_by_step(self, step: int) -> bool:
-        """Returns True after every `every_steps`-th step."""
+        """Returns True if `step` is a multiple of `every_steps`."""
         return self.every_steps is not None and step % self.every_steps == 0
 
     def due_by_time(self, seconds_since_last: float, *, advice: IntervalAdvice | None = None) -> bool:
         """Returns True if a save is due by time.
 
-        advice: the interval computed from the cost of the saves so far; None if none was measured yet.
+        advice: the interval computed from the cost of the saves so far; None if no save was measured yet.
         """
         due = self.every_minutes is not None and seconds_since_last >= 60 * self.every_minutes
         if self.by_advice:
@@ -67,7 +72,10 @@ class LoopSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What the loop did on this rank, from its start, or the checkpoint from which it resumed, to its end."""
+    """What the training loop of this process has done, as seen by this rank.
+
+    A loop begins at step 0, or at the checkpoint from which the run resumed.
+    """
 
     position: Position
     last_loss: float

@@ -19,7 +19,8 @@ _LEAVING_TAKES_S = 5.0
 class EndReason:
     """Why a run stopped, the same on every rank.
 
-    `time_left_s` is the time until its limit; None if no limit is known.
+    reason: the reason, as text.
+    time_left_s: seconds that were left until the time limit of the run; None if no limit is known.
     """
 
     reason: str
@@ -28,15 +29,16 @@ class EndReason:
 
 @final
 class EarlyEnd:
-    """Decides when the run stops.
+    """Decides whether the run stops early.
 
-    The ranks agree through the sums of a step: each contributes `votes`, `agreed` reads them.
+    The ranks agree through the sums of a step: each rank contributes `votes`, and `agreed` reads the sums.
 
     Args:
-        request: What signals ask of this rank.
-        plan: The time that a stop takes.
-        clock: The clock of the time limit, on one rank only, so that different clocks do not matter.
-        say: A function that prints a line, on rank 0.
+        request: The request to stop that this rank has received by a signal, if any.
+        plan: The estimate of the time that a stop takes.
+        clock: The clock of the time limit. Only one rank has it, so that differences between the ranks' clocks do not
+            matter; None on all other ranks.
+        say: A function that prints a line for the user, on rank 0.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class EarlyEnd:
             self._say(news)
 
     def votes(self, *, num_saves: int = 1, evaluates: bool = False) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step; see `TimeToStop.needed_s`. Not collective."""
+        """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
+
+        The arguments are those of `TimeToStop.must_stop`.
+        """
         time_up = False
         if self._clock is not None:
             self.print_time_limit_changes()
@@ -77,7 +82,7 @@ class EarlyEnd:
     def saved(self) -> None:
         """Records that the state is saved.
 
-        From now on a second signal ends this rank with the exit code for a saved stop.
+        From now on, a second signal ends this rank at once, with the exit code of a run that stopped early and saved.
         """
         self._request.leave_code = int(ExitCode.STOPPED_EARLY)
 
@@ -94,7 +99,7 @@ class EarlyEnd:
         return bool(on_rank_0(self._comm, has_time))
 
     def why(self) -> EndReason:
-        """Returns why the run stops: the signals and the ranks that received them, or the time limit. Collective."""
+        """Returns why the run stops: which signals which ranks have received, or the time limit. Collective."""
         names, name_of_rank = all_gather_distinct(self._comm, self._request.signal_name)
         reasons = []
         for number, name in enumerate(names):

@@ -42,11 +42,14 @@ _RECORDED_AT_FACTOR = 1.5
 
 @final
 class SectionTimes:
-    """Measures the sections of steps (step, input, save), from which the time limits of waits are derived.
+    """Measures how long sections of the training (step, input, save) take, to derive time limits of waits.
 
-    The results are the same on every rank: the sums of a step carry each rank's times of the step before, divided by
-    the number of ranks. The mean is close to the longest time, since the ranks meet in every step and save. limits: the
-    limits of this rank's waits. directory: the run directory, where rank 0 records them.
+    Each rank contributes its times of the previous step to the sums of a step, divided by the number of ranks. So all
+    ranks use the same times, the means over the ranks. A mean is close to the longest time, since the ranks wait for
+    each other in every step and save.
+
+    limits: the limits of this rank's waits.
+    directory: the run directory, where rank 0 records the limits.
     """
 
     def __init__(self, limits: SectionLimits, *, comm: Collective, directory: Path) -> None:
@@ -57,7 +60,7 @@ class SectionTimes:
         self._recorded: dict[Section, float] = {}
 
     def votes(self) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step. Not collective.
+        """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
 
         The names are the same on every rank.
         """
@@ -67,7 +70,10 @@ class SectionTimes:
         }
 
     def agreed(self, sums: Mapping[str, float], *, step: int) -> None:
-        """Updates the limits from the summed votes. Not collective."""
+        """Updates the limits. Not collective.
+
+        sums: the votes, summed over the ranks.
+        """
         for section in (Section.STEP, Section.INPUT, Section.SAVE):
             if (seconds := sums[f"{section.value}_s"]) > 0:
                 self.limits.measure(section, seconds)
@@ -77,8 +83,9 @@ class SectionTimes:
     def step_ended(self, seconds: Mapping[str, float], *, is_usual: bool) -> None:
         """Stores this rank's times of a step.
 
-        is_usual: False for a first step, which compiles and fills caches, so that its duration does not predict later
-        steps. The same on every rank.
+        seconds: the seconds of the step, by name.
+        is_usual: False if the duration of the step does not predict that of later steps, as that of the first step,
+        which compiles and fills caches. The same on every rank.
         """
         if is_usual:
             self._mine[Section.STEP] = seconds["step"] - seconds["checkpoint"] - seconds["evaluation"]
@@ -88,9 +95,9 @@ class SectionTimes:
             self._mine[Section.SAVE] = save_s
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields `batches` under the time limit of the input.
+        """Yields `batches`. The wait for each batch is under the time limit of the input section.
 
-        The first has no limit, since the epoch is opened for it.
+        The wait for the first batch has no limit, since it includes opening the epoch.
         """
         iterator = iter(batches)
         section: Section | None = None
@@ -103,7 +110,7 @@ class SectionTimes:
             section = Section.INPUT
 
     def _record(self, section: Section, step: int) -> None:
-        """Writes `limits.json` if the limit that follows from a section's slowest time has changed much."""
+        """Writes `limits.json` if the derived limit of a section has changed by a factor of 1.5 or more."""
         slowest_s, num_measured = self.limits.slowest(section)
         if self._path is None or num_measured < RULES[section].least_measured:
             return
@@ -120,7 +127,10 @@ class SectionTimes:
 
 
 def read_slowest(directory: Path) -> dict[str, float]:
-    """Returns the slowest times that earlier attempts have recorded in a run directory; {} if there are none."""
+    """Returns the slowest time of each section, in seconds, that earlier attempts have recorded in a run directory.
+
+    Returns {} if there are none.
+    """
     try:
         sections = json.loads((directory / LIMITS_FILE).read_text(encoding="utf-8"))["sections"]
         return {name: float(found["slowest_s"]) for name, found in sections.items() if found["slowest_s"]}
@@ -137,15 +147,16 @@ class Training:
 
     Args:
         runner: The runner that computes losses and gradients with the model of `state`.
-        state: What is trained and saved.
-        held_out: The loader for evaluations.
-        identity: The data, order and seed to which a position belongs.
+        state: The state that is trained and saved.
+        loader: The loader of the training data.
+        held_out: The loader for evaluations; None: no evaluations.
+        identity: The data and order in which a position is valid; see `data_identity`.
         stopping: The object that decides when to stop early.
-        guards: The guards against divergence and lack of memory.
-        stragglers: The watch that compares the ranks; None: they are not compared.
+        guards: The guards against divergence, lack of memory and unequal shares of the data.
+        stragglers: The watch that compares the speeds of the ranks; None: they are not compared.
         efficiency: The watch that adds up how the ranks spend their time.
-        trace: The trace of chosen steps.
-        times: The measurement of sections, for the limits of waits.
+        trace: The tracer of chosen steps.
+        times: The measurement of sections, from which the time limits of waits are derived.
         resumed: The position and checkpoint from which to start.
     """
 
@@ -195,7 +206,10 @@ class Training:
         self._quality_step: int | None = None
 
     def run(self) -> None:
-        """Trains to the end. Raises StoppedEarly, after the state is saved, if it has to stop before. Collective."""
+        """Trains to the end. Collective.
+
+        If the run has to stop early, saves the state and raises StoppedEarly.
+        """
         with self._checkpoints, self._recorder:
             self._run()
 
@@ -219,7 +233,7 @@ class Training:
         self._recorder.finished(self._quality)
 
     def totals(self) -> Totals:
-        """Returns the totals of this process so far. Not collective."""
+        """Returns what this process has done so far. Not collective."""
         memory, divergence = self._guards.memory, self._guards.divergence
         totals = replace(
             self._recorder.totals(self._position, num_checkpoints=self._checkpoints.num_committed),
@@ -235,7 +249,7 @@ class Training:
     # ------------------------------------------------------------------ one step
 
     def _train_on(self, batches: EpochIterator) -> None:
-        """Trains to the end of the epoch or run, or until it is rolled back. Collective."""
+        """Trains to the end of the epoch or the run, or until the run is rolled back. Collective."""
         self._is_usual = False
         for batch in self._times.batches(self._agreed(batches)):
             self._recorder.clock.add("input", seconds=batches.last_wait_s)
@@ -248,9 +262,9 @@ class Training:
         self._position = self._position.next_epoch()
 
     def _agreed(self, batches: EpochIterator) -> Iterable[Batch]:
-        """Yields the batches.
+        """Yields the batches. Collective.
 
-        If data are checked for damage, the ranks first exchange what each has skipped. Collective.
+        If data are checked for damage, the ranks first add up how many samples each has skipped.
         """
         if self._loader.checker is None:
             yield from batches
@@ -274,7 +288,10 @@ class Training:
             ) from error
 
     def _step(self, batch: Batch) -> bool:
-        """Trains one step. Returns False if the run was rolled back instead, and other batches follow. Collective."""
+        """Trains one step. Collective.
+
+        Returns False if the run was rolled back instead; the caller must then ask for other batches.
+        """
         recorder = self._recorder
         next_step = self._position.step + 1
         recorder.begins(next_step)
@@ -317,7 +334,7 @@ class Training:
         return True
 
     def _votes(self, num_saves: int, *, evaluates: bool) -> dict[str, float]:
-        """Returns this rank's contributions to the sums of a step, without the loss. Not collective."""
+        """Returns the numbers that this rank adds to the sums of a step, without those of the loss. Not collective."""
         votes = self._stopping.votes(num_saves=num_saves, evaluates=evaluates) | self._checkpoints.votes()
         votes |= self._times.votes()
         if self._stragglers is not None:
@@ -325,11 +342,12 @@ class Training:
         return votes | self._guards.memory.votes()
 
     def _update(self, batch: Batch, *, votes: Callable[[], dict[str, float]]) -> StepOutcome:
-        """Computes the gradients and updates the parameters.
+        """Computes the gradients and updates the parameters. Collective.
 
-        If memory ran out, repeats it in smaller parts. Collective.
+        If a rank runs out of memory, the step is computed again in smaller micro-batches. Raises DivergedError on every
+        rank if too many consecutive steps were dropped.
 
-        Raises DivergedError on every rank.
+        votes: function that returns the numbers that this rank adds to the sums of the step.
         """
         updater, recorder, memory = self._state.updater, self._recorder, self._guards.memory
         step = self._position.step + 1
@@ -365,8 +383,10 @@ class Training:
     def _roll_back(self, batch: Batch, error: DivergedError) -> None:
         """Continues from an older checkpoint with a lower learning rate. Collective.
 
-        batch: the batch on which the run diverged. Raises DivergedError if there is no such checkpoint, or after too
-        many roll-backs.
+        Raises DivergedError if there is no such checkpoint, or after too many roll-backs.
+
+        batch: the batch on which the run diverged.
+        error: the error that ended the step.
         """
         self._checkpoints.finish()
         divergence = self._guards.divergence
@@ -449,7 +469,7 @@ class Training:
         )
 
     def _verify(self) -> None:
-        """Reads the saved checkpoint back. If it is damaged, saves once more. Collective."""
+        """Reads the saved checkpoint back. If it is damaged, saves once more, and reads that back. Collective."""
         try:
             self._checkpoints.verify_newest()
         except CheckpointError as error:
@@ -461,7 +481,7 @@ class Training:
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Prefixes the message of a UsageError with `where`, since the user's task may fail on any rank at any time."""
+    """Puts `where` before the message of a UsageError that is raised in the `with` block."""
     try:
         yield
     except UsageError as error:

@@ -20,7 +20,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def check_state(saved: Mapping[str, Any], mine: Mapping[str, Any], *, where: str) -> None:
-    """Raises CheckpointError, listing the differences, unless both states have the same names, dtypes and shapes.
+    """Raises CheckpointError unless both states have the same names, dtypes and shapes. The error lists differences.
 
     where: the beginning of the message.
     """
@@ -55,7 +55,7 @@ _NOT_IN_NAMES = ("/", "::")
 
 
 class HasStateDict(Protocol):
-    """Any object with torch's two methods for its state."""
+    """Any object with torch's two methods for its state, `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
@@ -67,8 +67,10 @@ Stateful: TypeAlias = HasStateDict | torch.Generator
 def check_also(also: Mapping[str, Stateful | None]) -> None:
     """Raises an error if `also` cannot be saved. Not collective.
 
-    It is a UsageError for an invalid name or object, and a CheckpointError, naming place and type, for a state that
-    cannot be stored.
+    Raises UsageError for an invalid name or object. Raises CheckpointError for a state that cannot be stored; it names
+    the place in the state and the type.
+
+    also: the user's objects by name; None in place of an object that is not saved.
     """
     for name, value in also.items():
         if not isinstance(name, str) or not name or any(part in name for part in _NOT_IN_NAMES):
@@ -83,9 +85,9 @@ def check_also(also: Mapping[str, Stateful | None]) -> None:
 
 
 def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], list[Item]]:
-    """Returns each object's state as JSON, by name, and its tensors as items named `also/NAME/KEY::KEY`.
+    """Returns the objects' states as JSON values by name, and their tensors as items named `also/NAME/KEY::KEY`.
 
-    The tensors must be the same on every rank, except the buffers of modules, of which rank 0's are saved. Raises
+    The tensors must be the same on every rank. The buffers of modules may differ: those of rank 0 are saved. Raises
     CheckpointError for a state that cannot be stored.
     """
     document: dict[str, Any] = {}
@@ -123,10 +125,11 @@ def also_tensors(also: Mapping[str, Stateful | None]) -> dict[str, torch.Tensor]
 
 
 def check_same_on_ranks(document: Mapping[str, Any], *, comm: Collective) -> None:
-    """Raises CheckpointError on every rank, naming the first value that differs, if objects differ between ranks.
+    """Raises CheckpointError on every rank if the objects' states differ between the ranks. Collective.
 
-    The contents of tensors are not compared here; the save does that. document: the JSON that `also_items` returned.
-    Collective.
+    The error names the first value that differs. The contents of tensors are not compared here, but during the save.
+
+    document: the JSON values that `also_items` returned.
     """
     theirs = on_rank_0(comm, lambda: dict(document))
     if is_true_everywhere(comm, document == theirs):
@@ -154,8 +157,11 @@ def also_states(
 ) -> dict[str, Any]:
     """Returns the saved state of each object.
 
-    document: the objects' JSON in the checkpoint. where: the path of the checkpoint. Raises CheckpointError if the
-    checkpoint has other objects than `also`, or other tensors of a module.
+    Raises CheckpointError if the checkpoint has other objects than `also`, or other tensors of a module.
+
+    document: the JSON values of the objects in the checkpoint.
+    tensors: the tensors of the checkpoint by name.
+    where: the path of the checkpoint.
     """
     missing = [name for name, value in also.items() if value is not None and name not in document]
     if missing:
@@ -181,7 +187,7 @@ def also_states(
 
 
 def load_also(also: Mapping[str, Stateful | None], states: Mapping[str, Any], *, comm: Collective) -> None:
-    """Loads each object's state. Raises the same CheckpointError on every rank if one fails. Collective."""
+    """Loads each object's state. Raises the same CheckpointError on every rank if an object fails. Collective."""
     error: CheckpointError | None = None
     for name, state in states.items():
         value = also[name]
@@ -207,7 +213,7 @@ def _where(name: str) -> str:
 
 
 def _buffers(value: object) -> set[str]:
-    """Returns the names of a module's state entries that are not parameters."""
+    """Returns the names of a module's state entries that are not parameters; empty for any other object."""
     if not isinstance(value, torch.nn.Module):
         return set()
     return value.state_dict().keys() - {name for name, _ in value.named_parameters(remove_duplicate=False)}

@@ -25,10 +25,10 @@ class Ema:
 
     At each update, average = decay * average + (1 - decay) * parameter; the first update copies the parameters. Each
     rank averages the parameters that it holds: whole tensors, or its parts of them (FSDP2, split layers, pipeline
-    stages). Averages have the dtypes of the parameters, but float32 for half types, since bfloat16 would round small
-    changes away. Buffers are not averaged: the averaged model has the buffers of the model.
+    stages). Averages have the dtypes of the parameters, but float32 for half-precision parameters, since bfloat16 would
+    round small changes away. Buffers are not averaged: the averaged model has the buffers of the model.
 
-    Create it after `parallelize`, and after the updater of a loop of your own.
+    Create it after `parallelize`. In a training loop of your own, create it after the updater too.
 
     Args:
         model: The model.
@@ -77,7 +77,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Gives the model its averages as parameters inside the `with` block, for evaluation. Every rank enters it.
+        """Gives the model its averages as parameters inside the `with` block, for evaluation. Every rank must enter it.
 
         Before the first update the model keeps its parameters. Do not train inside the block. Evaluate a model with
         sharded parameters under `torch.no_grad()`.
@@ -105,10 +105,10 @@ class Ema:
 
         Args:
             tensors: The averages by parameter name.
-            num_updates: The number of updates that they contain.
+            num_updates: The number of updates from which the averages were computed.
 
         Raises:
-            KeyError: With nothing changed, if an average is missing.
+            KeyError: An average is missing. Nothing is changed.
         """
         found = {name: tensors[name] for name in self._averages}
         for name, average in self._averages.items():

@@ -34,10 +34,11 @@ _OF_PARAMETERS = ("model", "optimizer", "ema")  # kinds of tensors that belong t
 
 
 def saved_by_stage(model: torch.nn.Module, item: Item) -> Item | None:
-    """Returns what this rank saves of an item of the model or optimizer, which may be None in a pipeline.
+    """Returns the item that this rank saves in place of `item`; None if another rank of the pipeline saves it.
 
-    In a pipeline, exactly one rank saves each tensor that belongs to a stage, as one shard that is the whole tensor.
-    Shards of split tensors and all other items are returned unchanged, as is everything without a pipeline.
+    In a pipeline, exactly one rank saves each tensor of a stage, as one shard that covers the whole tensor. Shards of
+    split tensors, and items that do not belong to a stage, are returned unchanged. Without a pipeline, all items are
+    returned unchanged.
     """
     pipeline, (kind, _, path) = pipeline_of(model), item.name.partition("/")
     if pipeline is None or kind not in _OF_PARAMETERS or isinstance(item, TensorShard):
@@ -57,7 +58,7 @@ def is_elsewhere(model: torch.nn.Module, name: str) -> bool:
 
 
 def nothing_of_other_stages(model: torch.nn.Module, checkpoint: Checkpoint) -> Regions:
-    """Returns an empty box for each tensor of the checkpoint that this rank does not need."""
+    """Returns an empty box for each tensor of the checkpoint that belongs only to stages of other ranks, by name."""
     return {
         name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
         for name, stored in checkpoint.tensors.items()
@@ -78,9 +79,9 @@ Options = list[dict[str, Any]]  # of each group, as JSON
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    """Returns the options of each parameter group as JSON with exact types, without the parameters.
+    """Returns the options of each parameter group, without the parameters, as JSON values that keep exact types.
 
-    Raises CheckpointError, naming the option, if one cannot be stored.
+    Raises CheckpointError if an option cannot be stored; the error names the option.
     """
     return [
         {
@@ -97,7 +98,8 @@ def parameters_outside(
 ) -> dict[str, torch.nn.Parameter]:
     """Returns the optimizer's parameters that are not in the model, by their names in a checkpoint.
 
-    The name is the optimizer's own if it was made from named parameters, else group and place, such as `outside/0.2`.
+    If the optimizer was made from named parameters, its names are used. Otherwise a name consists of the indices of
+    the group and of the parameter in the group, such as `outside/0.2`.
     """
     own = set(map(id, model.parameters()))
     found = {}
@@ -112,10 +114,11 @@ def parameters_outside(
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What a checkpoint holds of an optimizer.
+    """The state of an optimizer that a checkpoint holds.
 
-    outside: the optimizer's parameters that are not in the model, by name. made_with: the optimizer's options when the
-    run began, before they were restored or changed by a step; None: unknown.
+    outside: the optimizer's parameters that are not in the model, by name.
+    made_with: the optimizer's options when the run began, before a checkpoint or a step has changed them; None if
+    unknown.
     """
 
     optimizer: torch.optim.Optimizer
@@ -124,12 +127,18 @@ class OptimizerState:
     made_with: Options | None = None
 
     def held(self) -> dict[str, ElementShard]:
-        """Returns, by parameter, for which elements this rank holds the optimizer state; {} if for all of them."""
+        """Returns, for each parameter by name, the elements for which this rank holds the optimizer's state.
+
+        Parameters for which this rank holds the state of all elements are left out.
+        """
         found = {name: element_shard(parameter) for name, parameter in self._parameters().items()}
         return {name: shard for name, shard in found.items() if shard is not None}
 
     def capture(self) -> tuple[dict[str, Any], list[Item]]:
-        """Returns the optimizer's entry of the document, and its tensors. Raises CheckpointError. Not collective."""
+        """Returns the optimizer's entry of the checkpoint's document, and its tensors. Not collective.
+
+        Raises CheckpointError if the state cannot be saved.
+        """
         items: list[Item] = []
         scalars: dict[str, Any] = {}
         held, names = self.held(), self._names()
@@ -171,10 +180,13 @@ class OptimizerState:
         return document, items
 
     def state_dict(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Returns the saved state in the layout of `Optimizer.load_state_dict`, where parameters are numbered.
+        """Returns the saved state in the layout that `Optimizer.load_state_dict` takes, where parameters are numbered.
 
-        saved: the optimizer's entry of the document. tensors: the checkpoint's tensors, as far as this rank needs them.
-        Raises CheckpointError, KeyError, TypeError or ValueError.
+        Raises CheckpointError if the state is of another optimizer, and KeyError, TypeError or ValueError if it is not
+        valid.
+
+        saved: the optimizer's entry of the checkpoint's document.
+        tensors: the tensors of the checkpoint that this rank needs, by name.
         """
         if saved["class"] != type(self.optimizer).__name__:
             raise CheckpointError(
@@ -224,9 +236,10 @@ class OptimizerState:
         return {"state": state, "param_groups": groups}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Loads a result of `state_dict` without changing its types and dtypes.
+        """Loads a result of `state_dict`. Types and dtypes of the state stay as saved.
 
-        An option that is a tensor stays the same object, since compiled steps and schedulers may refer to it.
+        If an option is a tensor, the new value is written into that tensor, since compiled steps and schedulers may
+        refer to it.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
         # Copied: an optimizer may keep what it is given.
@@ -249,7 +262,10 @@ class OptimizerState:
         return {**parts, **{id(p): name for name, p in self._parameters().items()}}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Returns the parameter names and the options of each group; in a pipeline, the names of all stages."""
+        """Returns the parameter names and the options of each group.
+
+        In a pipeline, the names are those of the parameters of all stages.
+        """
         names, pipeline = self._names(), pipeline_of(self.model)
         groups = []
         for number, (group, options) in enumerate(
@@ -269,7 +285,10 @@ class OptimizerState:
         return groups
 
     def _begun(self, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options with which the run began, where they have changed since."""
+        """Returns the options of group `number` with which the run began, but only those that have changed since.
+
+        options: the present options of the group.
+        """
         made_with = (self.made_with or [])[number : number + 1]
         return {
             key: value
@@ -280,10 +299,13 @@ class OptimizerState:
     def _chosen(self, begun: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the options to load for a group.
 
-        The saved options are taken, except those that this run was made with differently than the saved run, so that a
-        changed recipe takes effect. Learning rates are always taken as saved. begun: the options that this run was made
-        with. theirs: the group in the document. Older checkpoints do not say what their run was made with; of these
-        only learning rates and options that the optimizer adds while it steps are taken.
+        The saved value of an option is taken if this run and the saved run began with the same value. If they began
+        with different values, this run's value is kept, so that a changed recipe takes effect. Learning rates are
+        always taken as saved. Older checkpoints do not record the options with which their run began. From these, only
+        learning rates are taken, and options that the optimizer adds while it steps.
+
+        begun: the options with which this run began.
+        theirs: the group in the checkpoint's document.
         """
         saved = theirs["options"]
         if "made_with" in theirs:
@@ -295,7 +317,10 @@ class OptimizerState:
         return {**begun, **{key: value for key, value in saved.items() if key in taken}}
 
     def _check_groups(self, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
-        """Raises CheckpointError, naming the difference, unless the groups have equal parameters in equal order."""
+        """Raises CheckpointError unless the groups have the same parameters in the same order.
+
+        The error names the difference.
+        """
         theirs, own = ([list(group["parameters"]) for group in groups] for groups in (saved, mine))
         if theirs != own:
             raise CheckpointError(
@@ -304,7 +329,10 @@ class OptimizerState:
 
 
 def difference_of_groups(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
-    """Returns a text that says how two optimizers' parameter groups differ: in names, groups or order."""
+    """Returns a text that states how the parameter groups of two optimizers differ: in names, groups or order.
+
+    there, here: for the checkpoint and for this run, the parameter names of each group.
+    """
     all_there, all_here = (list(chain.from_iterable(groups)) for groups in (there, here))
     missing = [name for name in all_here if name not in set(all_there)]
     unknown = [name for name in all_there if name not in set(all_here)]
@@ -333,7 +361,7 @@ def difference_of_groups(there: Sequence[Sequence[str]], here: Sequence[Sequence
 
 
 class _Used(dict[str, torch.Tensor]):
-    """Tensors by name. `names` collects the names that were looked up."""
+    """Tensors by name. The attribute `names` collects the names that were looked up."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
@@ -345,7 +373,7 @@ class _Used(dict[str, torch.Tensor]):
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the entries of nested dicts with text keys, each with its path. Any other value is one entry."""
+    """Yields the path and value of each entry of nested dicts with text keys. Any other value is a single entry."""
     if type(value) is dict and value and all(type(key) is str and SEPARATOR not in key for key in value):
         for key, item in value.items():
             yield from _leaves(f"{path}{SEPARATOR}{key}", item)
@@ -354,7 +382,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_before(old: Any, new: Any) -> Any:
-    """Returns `new` with the type of `old`; if `old` is a tensor, the same object with the new value."""
+    """Returns the value `new` with the type of `old`. If `old` is a tensor, writes `new` into it and returns it."""
     if isinstance(old, torch.Tensor):
         if isinstance(new, torch.Tensor) and new.shape != old.shape:
             return new
@@ -369,7 +397,10 @@ def _as_before(old: Any, new: Any) -> Any:
 
 
 def _restore_types(loaded: Any, saved: Any) -> None:
-    """Undoes the conversions of `Optimizer.load_state_dict`: of tensors to the parameter's dtype, and of text."""
+    """Undoes the conversions that `Optimizer.load_state_dict` has made in `loaded`.
+
+    It converts tensors to the dtype of the parameter, and does not keep texts.
+    """
     for key, value in saved.items() if isinstance(saved, dict) else ():
         found = loaded.get(key)
         if isinstance(value, dict) and isinstance(found, dict):

@@ -13,7 +13,10 @@ from hpctrain.errors import CheckpointError
 
 
 def derive_seed(seed: int, *labels: str | int) -> int:
-    """Returns a 63-bit seed derived from the run's seed and labels of its purpose; equal on every machine."""
+    """Returns a 63-bit seed that is derived from the run's seed and from labels that name the purpose.
+
+    The result is the same on every machine.
+    """
     text = ":".join(map(str, (seed, *labels)))
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
@@ -26,10 +29,11 @@ def seed_generators(seed: int) -> None:
 
 
 def capture_generators(device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the state of this rank's generators as 1-d integer tensors, of the same shapes on every rank.
+    """Returns the states of this rank's random generators as 1-d integer tensors, of the same shapes on every rank.
 
-    device: the run's device. The state of its CUDA generator is included. A run on the CPU never includes CUDA, even on
-    a rank with a GPU: otherwise the ranks would save different sets of tensors if one machine has no GPU.
+    device: the run's device. If it is a GPU, the state of its generator is included. If it is the CPU, no state of a
+    GPU is included, even if this rank has a GPU: otherwise the ranks would save different sets of tensors if only some
+    machines have GPUs.
     """
     twister: dict[str, Any] = np.random.get_state(legacy=False)
     numpy_state = np.concatenate([
@@ -51,8 +55,9 @@ def capture_generators(device: torch.device) -> dict[str, torch.Tensor]:
 def restore_generators(states: dict[str, torch.Tensor], *, device: torch.device, otherwise: int) -> None:
     """Restores this rank's generators to a captured state. Raises CheckpointError if the state is invalid.
 
-    device: the run's device. otherwise: the seed of its CUDA generator if the state has none, since it was captured on
-    a CPU.
+    states: the result of `capture_generators`.
+    device: the run's device.
+    otherwise: the seed of the generator of a GPU, if the states were captured in a run on CPUs.
     """
     try:
         torch.set_rng_state(states["torch"])

@@ -68,8 +68,8 @@ class Position:
     Attributes:
         step: The number of optimizer steps done.
         epoch: The current epoch, from 0.
-        start: The number of samples of this epoch that are used, over all ranks.
-        samples: The number of samples used in all epochs, over all ranks.
+        start: The number of samples of this epoch that all ranks together have used.
+        samples: The number of samples that all ranks together have used in all epochs.
     """
 
     step: int = 0
@@ -95,18 +95,18 @@ class Position:
 class TrainingState:
     """The state that must be saved so that a resumed run gives the same bits as a run that never stopped.
 
-    The learning rate is not part of it, since it is a function of the step in the position. Random generators are
-    restored exactly on the same number of ranks. On another number, each rank is seeded from the run's seed, the step
-    and its rank. Only rank 0's model buffers (running statistics) are saved: if forward in training reads buffers that
-    differ between ranks, a resumed run is not bit-identical.
+    The learning rate is not part of the state, since it is a function of the step. Random generators are restored
+    exactly if the number of ranks is the same as in the saved run. Otherwise each rank seeds its generators from the
+    run's seed, the step and its rank. Of the model's buffers (running statistics), only those of rank 0 are saved: if
+    forward in training reads buffers that differ between ranks, a resumed run is not bit-identical.
 
     Attributes:
-        drawing: The ranks that draw different random numbers; None: all ranks. Ranks with the same index draw the same
-            numbers.
+        drawing: The axis along which ranks draw different random numbers; ranks with the same index on it draw the same
+            numbers. None: every rank draws its own numbers.
         outside: The optimizer's parameters that are not in the model; see `OptimizerState`.
         made_with: The optimizer's options when the run began; see `OptimizerState`.
         also: The user's objects, by name.
-        ema: The averages of the parameters.
+        ema: The moving averages of the parameters; None if there are none.
     """
 
     model: torch.nn.Module
@@ -129,8 +129,8 @@ class TrainingState:
     ) -> State:
         """Returns the state as named global tensors and a JSON document. Not collective.
 
-        identity: the dataset and its order, which `restore` compares. parent: step and id of the checkpoint from which
-        the run resumed.
+        identity: properties of the data and their order, which `restore` compares; see `data_identity`.
+        parent: step and id of the checkpoint from which the run resumed; None if it did not.
         """
         items: list[Item] = model_items(self.model, prefix="model/")
         optimizer, found = self._optimizer.capture()
@@ -164,7 +164,10 @@ class TrainingState:
         return State(items=items, document=document, parent=parent)
 
     def regions(self, checkpoint: Checkpoint, *, rank: int) -> Regions:
-        """Returns the boxes that `restore` needs of tensors of which this rank needs only a part. Collective."""
+        """Returns the parts of the checkpoint's tensors that `restore` needs on this rank, as boxes. Collective.
+
+        Tensors that this rank needs as a whole are left out.
+        """
         stored = _under(_UPDATER, checkpoint.tensors)
         state = checkpoint.document.get("updater")
         found: dict[str, list[Box]] = {}
@@ -180,10 +183,7 @@ class TrainingState:
         return {**generator_rows(checkpoint, rank=rank), **found, **sharded, **elements, **nothing}
 
     def _sharded(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-        """Returns, by tensor of the checkpoint, the parameter that is split in the same way.
-
-        Only split tensors are included.
-        """
+        """Returns, for each sharded tensor of the checkpoint by name, a tensor of this run that is sharded alike."""
         # Of the state, not of the module: after a forward without backward FSDP2 holds some parameters whole.
         parameters = {name: p for name, p in self.model.state_dict().items() if is_sharded_tensor(p)}
         found: dict[str, torch.Tensor] = {}
@@ -207,7 +207,10 @@ class TrainingState:
         return OptimizerState(self.optimizer, self.model, self.outside, self.made_with)
 
     def _split(self, checkpoint: Checkpoint) -> dict[str, ElementShard]:
-        """Returns, by tensor of the optimizer's state in the checkpoint, the elements of it that this rank needs."""
+        """Returns, for tensors of the optimizer's state in the checkpoint by name, the elements that this rank needs.
+
+        Tensors that this rank needs as a whole are left out.
+        """
         held = self._optimizer.held()
         found: dict[str, ElementShard] = {}
         for name, stored in checkpoint.tensors.items() if held else ():
@@ -225,10 +228,14 @@ class TrainingState:
         comm: Collective,
         identity: Mapping[str, Any],
     ) -> Position:
-        """Restores the state and returns the position. Changes nothing unless all of it fits on all ranks. Collective.
+        """Restores the state and returns the position. Collective.
 
-        tensors: every tensor of the checkpoint by name, with its saved shape and dtype; of those in `regions` only
-        these boxes. Raises CheckpointError on every rank if the checkpoint is of another model, optimizer or dataset.
+        Raises CheckpointError on every rank if the checkpoint is of another model, optimizer or dataset. Nothing is
+        changed then.
+
+        tensors: every tensor of the checkpoint by name, with its saved shape and dtype. Of tensors for which `regions`
+        returned boxes, only these boxes.
+        identity: see `capture`.
         """
         document = checkpoint.document
         error: CheckpointError | None = None
@@ -287,7 +294,7 @@ class TrainingState:
     # ------------------------------------------------------------------ details
 
     def _averages(self) -> list[Item]:
-        """Returns the averages as items of a whole state dict, `ema/NAME`, with the model's buffers."""
+        """Returns the averaged model as items `ema/NAME`: the averages, and the model's buffers."""
         items: list[Item] = []
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for name, tensor in (self.ema.tensors() if self.ema is not None else {}).items():
@@ -299,9 +306,9 @@ class TrainingState:
     def _saved_averages(
         self, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, where: str
     ) -> dict[str, torch.Tensor]:
-        """Returns the saved averages; {} if the saved run had none.
+        """Returns the saved averages by name; {} if this run or the saved run has none.
 
-        Raises CheckpointError if they are of another model.
+        Raises CheckpointError if the averages are of another model.
         """
         if self.ema is None or "ema" not in document:
             return {}
@@ -336,9 +343,9 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
 def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
-    """Returns the box of row `rank` of each generator state in the checkpoint, the only row that this rank reads.
+    """Returns, for each generator state in the checkpoint, the box of row `rank`, the only row that this rank reads.
 
-    If the checkpoint was saved on fewer ranks there is no such row; its last row is read and ignored.
+    If the checkpoint was saved on fewer ranks, there is no such row: then the last row is read, and not used.
     """
     return {
         name: [_rows_of(stored.shape, min(rank, stored.shape[0] - 1), min(rank, stored.shape[0] - 1) + 1)]
@@ -348,12 +355,15 @@ def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
 
 
 def _rows_of(shape: tuple[int, ...], first: int, stop: int) -> Box:
-    """Returns the box of rows `first` to before `stop` of a tensor of this shape."""
+    """Returns the box of the rows first, ..., stop - 1 of a tensor of this shape."""
     return (first, *(0 for _ in shape[1:])), (stop - first, *shape[1:])
 
 
 def _position_in(document: Mapping[str, Any]) -> Position:
-    """Returns the position in a document. Raises KeyError, TypeError or ValueError unless it is four integers >= 0."""
+    """Returns the position in a checkpoint's document.
+
+    Raises KeyError, TypeError or ValueError unless it consists of four integers of 0 or more.
+    """
     found = {field.name: document["position"][field.name] for field in fields(Position)}
     wrong = {name: n for name, n in found.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
     if wrong:
@@ -362,7 +372,10 @@ def _position_in(document: Mapping[str, Any]) -> Position:
 
 
 def _saved(held: StateTensor) -> Replicated | TensorShard:
-    """Converts a tensor of the updater to a checkpoint item: replicated if the rank holds all of it, else a shard."""
+    """Converts a tensor of the updater to a checkpoint item.
+
+    The item is replicated if this rank holds the whole tensor, otherwise a shard.
+    """
     name = f"{_UPDATER}{held.name}"
     if tuple(held.tensor.shape) == held.global_shape:
         return Replicated(name=name, tensor=held.tensor)
@@ -370,14 +383,15 @@ def _saved(held: StateTensor) -> Replicated | TensorShard:
 
 
 def _under(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Returns the tensors whose names begin with `prefix`, by the rest of their names."""
+    """Returns the tensors whose names begin with `prefix`, by their names without the prefix."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _value_of_rank_0(item: Item, *, rank: int) -> Item | None:
-    """Returns an item of a module's extra state on rank 0, else None, since its length may differ between ranks.
+    """Returns the item that this rank saves in place of `item`; None if only rank 0 saves it.
 
-    Other items are returned unchanged.
+    Only rank 0 saves the extra state of a module, since the length of that state may differ between ranks. Other items
+    are returned unchanged.
     """
     if not isinstance(item, FromRank0) or SEPARATOR not in item.name:
         return item
@@ -389,7 +403,7 @@ def _value_of_rank_0(item: Item, *, rank: int) -> Item | None:
 def _outside(name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Returns the saved value of a parameter that is not in the model.
 
-    Raises CheckpointError if it is missing or differs.
+    Raises CheckpointError if the value is missing, or has another shape or dtype.
     """
     if name not in tensors or (tensors[name].shape, tensors[name].dtype) != (
         parameter.shape,
@@ -409,7 +423,10 @@ def _outside(name: str, parameter: torch.nn.Parameter, tensors: Mapping[str, tor
 
 @final
 class FiniteCheck:
-    """Warns once when a checkpoint is about to hold values that are not finite. `say` prints a line, on rank 0."""
+    """Warns once, before a checkpoint with values that are not finite is saved.
+
+    say: function that prints a line for the user, on rank 0.
+    """
 
     def __init__(self, *, comm: Collective, say: Callable[[str], None]) -> None:
         self._comm = comm
@@ -419,7 +436,7 @@ class FiniteCheck:
     def before_save(self, model: torch.nn.Module, *, step: int) -> None:
         """Checks the parameters and buffers that the checkpoint of `step` will hold.
 
-        Collective; each rank reads a share.
+        Collective: each rank checks a share of the values.
         """
         if self._said:
             return
@@ -434,8 +451,8 @@ class FiniteCheck:
         self._said = True
         names = list(dict.fromkeys(name for names in all_gather_json(comm, found) for name in names))
         self._say(
-            f"WARNING: the checkpoint of step {step} holds values that are not finite, in {listed(names)}: what "
-            "resumes from it starts with them. Earlier checkpoints are unchanged"
+            f"WARNING: the checkpoint of step {step} holds values that are not finite, in {listed(names)}: a run that "
+            "resumes from it starts with these values. Earlier checkpoints are unchanged"
         )
 
 
@@ -447,11 +464,12 @@ class Resumed:
     """Where a run starts.
 
     Attributes:
+        position: The position at which training continues.
         path: The checkpoint that was loaded; None if the run starts at step 0.
-        parent: Step and id of that checkpoint.
-        divergence: The state of `hpctrain.resilience.Divergence` in it.
-        loss_unit: The unit of the loss weights, see `hpctrain.train.task.loss_weights`; None if losses count by
-            samples.
+        parent: Step and id of the loaded checkpoint.
+        divergence: The state of `hpctrain.resilience.Divergence` in the loaded checkpoint.
+        loss_unit: The unit of the loss weights in the loaded checkpoint; None if losses are weighted by numbers of
+            samples (see `hpctrain.train.task.loss_weights`).
     """
 
     position: Position
@@ -466,9 +484,11 @@ def resume(
 ) -> Resumed:
     """Restores `state` from `source`, a checkpoint or a folder of checkpoints. Collective.
 
-    From a folder the newest good checkpoint is loaded; newer damaged ones are reported. named: whether the user named
-    this source. If so, a source without a checkpoint is an error; otherwise the run then starts at step 0. Raises
-    CheckpointError on every rank.
+    From a folder, the newest good checkpoint is loaded; newer checkpoints that are damaged are reported. Raises
+    CheckpointError on every rank if no checkpoint can be restored.
+
+    named: True if the user has named this source; it is then an error if the folder has no checkpoint. False: the run
+    then starts at step 0.
     """
     regions = partial(state.regions, rank=comm.rank)
     if on_rank_0(comm, lambda: is_checkpoint(source)):

@@ -25,10 +25,12 @@ from hpctrain.train.state.training_state import Position, TrainingState, resume
 
 
 def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
-    """Returns what a position in the data depends on. A checkpoint stores it, and `TrainingState.restore` compares it.
+    """Returns the properties of the data and their order for which a position in the data is valid.
 
-    fingerprint: the fingerprint of the dataset's content. None for samples without a manifest, of which the number of
-    samples is compared.
+    A checkpoint stores these properties, and `TrainingState.restore` compares them with those of the resumed run.
+
+    fingerprint: the fingerprint of the dataset's content. None for a dataset without a manifest; the number of samples
+    is then used instead.
     """
     # The two simple orders keep the names from before others were added.
     plain = isinstance(loader.order, Sequential)
@@ -48,14 +50,15 @@ SessionUpdater: TypeAlias = AllReduceUpdater | ZeroUpdater | SplitModelUpdater |
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class TrainingParts:
-    """The parts of one training: what the session must know of an updater to save and load it.
+    """What the session must know of an updater to save and load its training.
 
     Attributes:
+        model: The model that the updater trains.
         outside: The optimizer's parameters that are not in the model, by name.
-        made_with: The optimizer's options at the first `load_state`, or when the updater was made.
-        trained: The ids of the trained parameters.
-        has_begun: Whether `load` has set `made_with`.
-        noted: Whether the user was told that a scheduler is not saved.
+        made_with: The optimizer's options at the first `load_state`; before that, when the updater was made.
+        trained: The ids (`id()`) of the trained parameters.
+        has_begun: True if `load` has set `made_with`.
+        noted: True if the user was told that the state of a scheduler is not saved.
     """
 
     model: torch.nn.Module
@@ -67,10 +70,10 @@ class TrainingParts:
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
-        """Returns the parts for an updater that is about to be made.
+        """Returns the `TrainingParts` for an updater that is about to be made.
 
-        Raises UsageError if no checkpoint can hold the model or the options, and if a model that is split over the
-        ranks does not contain all parameters.
+        Raises UsageError if no checkpoint can hold the model or the optimizer's options. Raises it also if the model is
+        split over the ranks and does not contain all of the optimizer's parameters.
         """
         outside = parameters_outside(model, optimizer)
         if outside and (is_sharded(model) or pipeline_of(model) is not None):
@@ -117,10 +120,10 @@ class Trainings:
         return list(self._parts)
 
     def parts_for(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
-        """Returns the parts for an updater that is about to be made.
+        """Returns the `TrainingParts` for an updater that is about to be made.
 
-        Raises UsageError as `TrainingParts.of` does, and if another open updater trains some of the parameters, since
-        both would sum their gradients.
+        Raises UsageError as `TrainingParts.of` does. Raises it also if another updater that is not closed trains some
+        of the parameters, since both updaters would sum their gradients.
         """
         parts = TrainingParts.of(model, optimizer)
         both = {
@@ -130,7 +133,7 @@ class Trainings:
             names = [repr(name) for name, p in model.named_parameters() if id(p) in both]
             raise UsageError(
                 f"{names[0] if names else 'a parameter'} is trained by another updater of this session: call close() "
-                "of that one before, or give each optimizer parameters of its own"
+                "of that updater first, or give each optimizer parameters of its own"
             )
         return parts
 
@@ -151,9 +154,12 @@ class Trainings:
     def state(
         self, updater: SessionUpdater, *, seed: int, also: Mapping[str, Stateful | None] | None = None
     ) -> TrainingState:
-        """Returns what a checkpoint holds of an updater's training. Not collective.
+        """Returns the state of an updater's training that a checkpoint holds. Not collective.
 
-        seed: the seed of the run. also: see `Session.save_state`. Raises UsageError for an updater of another session.
+        Raises UsageError for an updater of another session.
+
+        seed: the seed of the run.
+        also: see `Session.save_state`.
         """
         parts = self._parts_of(updater)
         return TrainingState(
@@ -204,9 +210,9 @@ class Trainings:
         return resumed.position
 
     def _note_scheduler(self, updater: SessionUpdater, also: Mapping[str, Stateful | None]) -> None:
-        """Notes once that the state of a scheduler is not saved.
+        """Prints a note, once, if the optimizer has a scheduler whose state is not saved.
 
-        A scheduler is recognised by its mark in the parameter groups.
+        A scheduler is recognised by the entry `initial_lr` that it adds to the parameter groups.
         """
         parts = self._parts[updater]
         if (
@@ -224,7 +230,7 @@ class Trainings:
     def _state_of(
         self, updater: SessionUpdater, loader: Loader | None, also: Mapping[str, Stateful | None]
     ) -> tuple[TrainingState, dict[str, Any]]:
-        """Returns what to save of an updater's training, and the identity of its data. Collective."""
+        """Returns the state of an updater's training, and the result of `data_identity` for its data. Collective."""
         agreed(self._world, lambda: check_also(also), os_error=UsageError)
         state = self.state(updater, seed=loader.seed if loader is not None else 0, also=also)
         if loader is None:
@@ -236,10 +242,10 @@ class Trainings:
 
 
 def _refuse_outside(optimizer: torch.optim.Optimizer, outside: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raises UsageError if a split model lacks some of the optimizer's parameters.
+    """Raises UsageError if a split model contains only some of the optimizer's parameters.
 
-    Does nothing if it lacks all of them, as when the optimizer was made before the model was split: the updater refuses
-    that case.
+    Does nothing if the model contains none of them, as when the optimizer was made before the model was split: in that
+    case the updater raises an error.
     """
     if len(outside) < sum(len(group["params"]) for group in optimizer.param_groups):
         first = next(iter(outside.values()))

@@ -21,19 +21,22 @@ from hpctrain.train.task.task import Task, has_valid
 class LossWeights:
     """The weights of a task's losses on this rank: weights that the task gives, or numbers of samples.
 
-    A task gives weights if it has a method `weight`, or if its `loss` returns a pair. In the first step the ranks agree
-    whether it does, as a rank may have no samples. They also agree on a unit, with which gradients have about the size
-    that they would have with weights by samples; this matters for float16. The unit is a power of two, so that it
-    rounds nothing.
+    A task gives weights if it has a method `weight`, or if its `loss` returns a pair (loss, weight). In the first step
+    the ranks exchange whether the task gives weights, since a rank without samples cannot know. They also agree on a
+    unit, by which all weights are divided. With it, gradients have about the same size as if losses were weighted by
+    numbers of samples; this matters for float16. The unit is a power of two, so that the division does not round.
 
-    With `every_step` they agree on a unit in each step, so that the weights add up to about 1 over the ranks; exactly
-    to 1 if the task has a method `weight` or a step has one micro-batch. Error feedback needs this: what was left
-    unsent is added to the gradients of the next step, and both are divided by the sum of weights of that step.
+    With `every_step` the ranks agree on a unit in each step, so that the weights add up to about 1 over the ranks. They
+    add up to exactly 1 if the task has a method `weight`, or if a step has one micro-batch. Error feedback needs this:
+    the part of the gradients that is not sent in a step is added to the gradients of the next step, and both are then
+    divided by the sum of weights of the next step.
 
     Args:
+        task: The task.
         comm: The communicator of all ranks; None: there is one rank.
-        counts: False on ranks whose samples another rank counts.
+        counts: False on a rank whose samples another rank counts.
         unit: The unit of an earlier start of this run; None: the ranks choose it.
+        every_step: True to agree on a unit in each step.
     """
 
     def __init__(
@@ -61,19 +64,22 @@ class LossWeights:
 
     @property
     def may_be_given(self) -> bool:
-        """False if it is known that the task gives no weights, so that losses count by samples."""
+        """False if it is known that the task gives no weights, so that losses are weighted by numbers of samples."""
         return self._given is not False
 
     @property
     def unit(self) -> float | None:
-        """The weight from the task that counts as one sample, for a checkpoint; None if losses count by samples."""
+        """The unit, for a checkpoint; None if losses are weighted by numbers of samples.
+
+        A weight of one unit counts as much as one sample.
+        """
         return self._unit if self._given else None
 
     @property
     def total(self) -> float | None:
         """The sum of this rank's weights in the last step, divided by the unit and by the samples of the global batch.
 
-        0 if another rank counts them; None if losses count by samples.
+        0 if another rank counts the samples of this rank; None if losses are weighted by numbers of samples.
         """
         if not self._given:
             return None
@@ -85,14 +91,14 @@ class LossWeights:
         self._asks = not self._agreed or (self._every_step and not plain)
 
     def end_step(self) -> None:
-        """Takes part in the agreement on a rank that had nothing to weight.
+        """Ends a step. On a rank that had no loss to weight, takes part in the agreement of the ranks.
 
         Collective in a step in which the ranks agree.
         """
         self._agree(given=self._given)
 
     def of_fields(self, part: Batch) -> float:
-        """Returns the weight of a micro-batch by the task's method `weight`. Raises UsageError for an invalid one."""
+        """Returns the weight of a micro-batch from the task's method `weight`. Raises UsageError if it is invalid."""
         assert self._method is not None
         if part.num_samples == 0:
             return 0.0
@@ -119,10 +125,13 @@ class LossWeights:
     def weigh(self, returned: Any, part: Batch, *, agrees: bool = True) -> tuple[torch.Tensor, float]:
         """Returns a loss and its weight for `DistributedOptimizer.backward`.
 
-        Collective in a step in which the ranks agree, if `agrees` is True. returned: the result of the task's `loss`
-        for `part`, which has samples. agrees: False where other ranks cannot take part now; the unit is then 1, and
-        `end_step` agrees on the rest. Raises UsageError for an invalid weight, in the first step on all ranks, and if
-        the losses of only some ranks have weights.
+        Collective in a step in which the ranks agree, if `agrees` is True. Raises UsageError for an invalid weight, in
+        the first step on all ranks, and if the losses of only some ranks have weights.
+
+        returned: the result of the task's `loss` for `part`.
+        part: the micro-batch, which has samples.
+        agrees: False if other ranks cannot take part in an agreement at this point. The unit is then 1 unless it is
+        known, and the ranks agree in `end_step`.
         """
         loss, weight, error = returned, 0.0, None
         given = self._given
@@ -155,7 +164,13 @@ class LossWeights:
         return loss, factor
 
     def _agree(self, *, given: bool | None, error: HpctrainError | None = None) -> None:
-        """Agrees whether the task gives weights, and on the unit. Collective in a step in which the ranks agree."""
+        """Exchanges whether the task gives weights, and chooses the unit.
+
+        Collective in a step in which the ranks agree.
+
+        given: True if the task gives weights, False if it does not, None if this rank cannot know.
+        error: error of this rank, which all ranks then raise.
+        """
         if not self._asks:
             return
         self._asks = False
@@ -196,22 +211,24 @@ class LossWeights:
 def metrics_and_weight(
     returned: Any, *, weights: LossWeights, part: Batch
 ) -> tuple[Mapping[str, float], float | None]:
-    """Returns the metrics and their weight; the weight is None if they are means over samples.
+    """Returns the metrics and their weight; the weight is None if the metrics are means over samples.
 
-    returned: the result of the task's `metrics` for the samples of `part`. Raises UsageError for an invalid weight.
+    Raises UsageError for an invalid weight.
+
+    returned: the result of the task's `metrics` for the samples of `part`.
     """
     if isinstance(returned, tuple):
         if len(returned) != 2 or not isinstance(returned[0], Mapping):
             raise UsageError(
-                f"the task's metrics returned a tuple of {len(returned)}: return the metrics by name, or these and "
-                "their weight"
+                f"the task's metrics returned a tuple of {len(returned)}: return a dict of metrics by name, or a pair "
+                "(metrics, weight)"
             )
         return returned[0], _checked(returned[1], of="the task's metrics")
     return returned, weights.of_fields(part) if weights.has_method else None
 
 
 class OutputsOf:
-    """Collects the outputs of a model, for a backward that is collective although its loss has weight 0."""
+    """Collects the outputs of a model, for a loss of weight 0 whose backward must run because it is collective."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -231,9 +248,10 @@ class OutputsOf:
             hook.remove()
 
     def zero(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss of 0 whose graph contains the outputs. Without outputs, returns `loss` times 0, without NaN.
+        """Returns a loss of 0 whose graph contains the outputs.
 
-        The mean over no values is NaN, and so would be its gradient, even times 0.
+        `loss` times 0 would not do: the mean over no values is NaN, and so is its gradient, even times 0. Only without
+        outputs, returns `loss` times 0, with NaN replaced by 0.
         """
         if not self._outputs:
             return torch.nan_to_num(loss) * 0.0
@@ -245,25 +263,28 @@ def _has_graph(leaf: Any) -> bool:
 
 
 def loss_and_weight(returned: Any) -> tuple[torch.Tensor, float | None]:
-    """Splits the result of a task's `loss` into loss and weight; the weight is None if there is none.
+    """Splits the result of a task's `loss` into loss and weight; the weight is None if the result has none.
 
-    Raises UsageError.
+    Raises UsageError for any other result.
     """
     if isinstance(returned, torch.Tensor):
         return returned, None
     if not isinstance(returned, tuple):
         raise UsageError(
-            f"the task's loss returned {type(returned).__name__}: return a tensor, or a pair of it and its weight"
+            f"the task's loss returned {type(returned).__name__}: return a tensor, or a pair (loss, weight)"
         )
     if len(returned) != 2:
         raise UsageError(
-            f"the task's loss returned a tuple of {len(returned)}: return the loss, or the loss and its weight"
+            f"the task's loss returned a tuple of {len(returned)}: return the loss, or a pair (loss, weight)"
         )
     return returned[0], _checked(returned[1], of="the task's loss")
 
 
 def _checked(weight: Any, *, of: str) -> float:
-    """Returns a weight as a number. If it is a tensor on a device, waits for the device."""
+    """Returns a weight as a number. Raises UsageError if it is not valid. Waits for the device of a tensor.
+
+    of: the source of the weight, for the message.
+    """
     is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
     if isinstance(weight, torch.Tensor):
         if weight.dim() != 0 or weight.is_complex() or weight.dtype == torch.bool:
@@ -290,7 +311,10 @@ LOSS_WEIGHT = "loss_weight"
 
 
 def with_mean_loss(sums: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of a step with the sum under "loss" replaced by the mean; 0 if nothing was counted."""
+    """Returns the sums of a step, with the weighted mean of the losses in place of their sum under "loss".
+
+    The mean is 0 if all weights are 0.
+    """
     weight = sums.get(LOSS_WEIGHT)
     if weight is None:
         return dict(sums)

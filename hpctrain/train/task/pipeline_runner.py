@@ -1,4 +1,4 @@
-"""Computes the user's task on one rank of a pipeline: forward and backward of its stages, and metrics."""
+"""Computes the user's task on one rank of a pipeline: forward and backward of this rank's stages, and metrics."""
 
 from __future__ import annotations
 
@@ -28,16 +28,12 @@ class PipelineRunner:
     tensor. Only ranks with the last stage, which has the loss, count samples.
 
     Args:
-        rows: The samples per micro-batch. A smaller micro-batch is padded, so that all have one shape; its loss covers
-            its samples only.
+        rows: The number of samples per micro-batch. A smaller micro-batch is padded, so that all micro-batches have the
+            same shape; its loss covers only its real samples.
         scaled: A function that multiplies a loss by its weight, as `SplitModelUpdater.scaled` does.
-        dtype: As for `TaskRunner`.
-        autocast: As for `TaskRunner`.
-        counts_samples: As for `TaskRunner`.
-        comm: As for `TaskRunner`.
-        loss_unit: As for `TaskRunner`.
-        units_every_step: As for `TaskRunner`, but used only if the task has a method `weight`, since weights that a
-            loss returns are only known within the schedule.
+        dtype, autocast, counts_samples, comm, loss_unit: See `TaskRunner`.
+        units_every_step: See `TaskRunner`. It is used only if the task has a method `weight`: weights that the task's
+            `loss` returns become known only while the schedule of the pipeline runs.
     """
 
     device_s = 0.0
@@ -78,7 +74,7 @@ class PipelineRunner:
 
     @property
     def bubbles(self) -> Sequence[tuple[float, float]]:
-        """The intervals in which this rank's stages did not compute; see `Runner.bubbles`."""
+        """The intervals in which this rank's stages waited for other stages; see `Runner.bubbles`."""
         return self._pipeline.bubbles
 
     def forward_backward(
@@ -129,9 +125,10 @@ class PipelineRunner:
         return self.task.loss(model, part.fields)
 
     def _inputs(self, parts: Sequence[Batch]) -> torch.Tensor:
-        """Returns the model inputs of all micro-batches, each padded to the same number of rows; see `_asked`.
+        """Returns the model's inputs for all micro-batches, concatenated, each padded to the same number of rows.
 
-        Padding repeats the last row of a micro-batch; one without samples takes a row of another micro-batch.
+        Padding repeats the last row of a micro-batch. A micro-batch without samples is filled with a row of another
+        micro-batch. See `_asked` for the device.
         """
         with self._draws_as_before():
             found = [self._asked(part) if part.num_samples > 0 else None for part in parts]
@@ -158,14 +155,17 @@ class PipelineRunner:
         )
 
     def _row_without_samples(self, part: Batch) -> torch.Tensor:
-        """Returns a row of inputs for a batch without samples. Its output enters no loss."""
+        """Returns one row of inputs for a batch without samples. The output for this row enters no loss."""
         if self._row is None:
             return self._asked(row_of_zeros(part))
         shape, dtype = self._row
         return torch.zeros(shape, dtype=dtype, device=self.device if self._pipeline.has_first else "meta")
 
     def _asked(self, part: Batch) -> torch.Tensor:
-        """Returns the tensor with which the task calls its model; without the first stage, on the meta device."""
+        """Returns the tensor with which the task calls its model for `part`.
+
+        On ranks without the first stage, which need only its shape, the tensor is on the meta device.
+        """
         asked = _Asked()
         try:
             self._loss(asked, part)
@@ -184,7 +184,10 @@ class PipelineRunner:
 
     @contextmanager
     def _draws_as_before(self) -> Iterator[None]:
-        """Restores the random generators after the `with` block, on ranks that only need the shapes of the inputs."""
+        """Restores the random generators after the `with` block, on ranks without the first stage.
+
+        These ranks call the task only for the shapes of the inputs, which must not change their random numbers.
+        """
         if self._pipeline.has_first:
             yield
             return
@@ -202,7 +205,7 @@ class _InputsFound(Exception):  # ends the task's loss once its inputs are known
 
 
 class _Asked(torch.nn.Module):
-    """Stands in for the model on the rank with the first stage, to find the tensor with which the task calls it."""
+    """Replaces the model in a call of the task's `loss`, to find the tensor with which the task calls its model."""
 
     def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
         if options or len(arguments) != 1 or not isinstance(arguments[0], torch.Tensor):
@@ -211,7 +214,7 @@ class _Asked(torch.nn.Module):
 
 
 class _Given(torch.nn.Module):
-    """Stands in for the model on the rank with the last stage, and returns the pipeline's output."""
+    """Replaces the model in calls of the task on the rank with the last stage. It returns the pipeline's output."""
 
     def __init__(self, output: torch.Tensor) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resume needs no saved state for it."""
+"""The learning rate as a function of the step alone, so that a resumed run needs no saved state for it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ class Decay(Enum):
 class Schedule:
     """The learning rate schedule: linear warm-up, then constant, cosine or step decay, or a user's function.
 
-    decay: a function is called with the number of steps since the warm-up and the number of all steps after the
-    warm-up; it returns the factor of `peak_lr`. Source of scaling and warm-up: Goyal et al. 2017, arXiv:1706.02677; of
-    cosine decay: Loshchilov and Hutter 2017, arXiv:1608.03983.
+    Sources: of scaling and warm-up, Goyal et al. 2017, arXiv:1706.02677; of cosine decay, Loshchilov and Hutter 2017,
+    arXiv:1608.03983.
+
+    decay: the kind of decay, or a function of two numbers: the steps since the end of the warm-up, and all steps after
+    the warm-up. The function returns the factor by which `peak_lr` is multiplied.
     """
 
     peak_lr: float
@@ -56,7 +58,10 @@ class Schedule:
 
 
 def scaled_lr(lr: float, *, scaling: str, global_batch: int, reference_batch: int | None) -> float:
-    """Scales `lr`, chosen for `reference_batch`, to `global_batch`. scaling: `none`, `linear` or `sqrt`."""
+    """Returns the learning rate for `global_batch` samples per step, from `lr`, which was chosen for `reference_batch`.
+
+    scaling: `none`, `linear` or `sqrt`.
+    """
     if scaling == "none" or reference_batch is None:
         return lr
     ratio = global_batch / reference_batch
@@ -64,7 +69,10 @@ def scaled_lr(lr: float, *, scaling: str, global_batch: int, reference_batch: in
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:
-    """Sets the learning rate of a parameter group. A tensor is changed in place, since compiled steps refer to it."""
+    """Sets the learning rate of a parameter group.
+
+    If the learning rate is a tensor, the tensor is changed in place, since compiled steps refer to it.
+    """
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(lr)
     else:

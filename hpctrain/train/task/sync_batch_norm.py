@@ -1,7 +1,7 @@
 """Batch normalisation over the samples of all ranks.
 
-A layer normalises with the mean and variance of the global batch, so that N ranks train as one rank does with all the
-samples. Parameters and buffers have torch's names, so that checkpoints fit the original model.
+A layer normalises with the mean and variance of the global batch, so that N ranks train as one rank would with all
+samples. Parameters and buffers have torch's names, so that checkpoints can be loaded into the original model.
 
 Formula for combining the ranks' variances: Chan, Golub and LeVeque 1983, doi:10.1080/00031305.1983.10483115.
 """
@@ -23,7 +23,7 @@ from hpctrain.errors import UsageError
 class _Ranks:
     """Holds the communicator of the layers.
 
-    A deep copy of the model shares it, since a communicator cannot be copied.
+    A deep copy of the model has the same communicator, since a communicator cannot be copied.
     """
 
     def __init__(self, comm: Collective) -> None:
@@ -38,13 +38,13 @@ class SyncBatchNorm(_BatchNorm):
     """`torch.nn.BatchNorm1d` to `3d` over the ranks of a communicator. `convert_sync_batch_norm` creates it.
 
     Input: shape (n, channels, ...), where n may differ between ranks and may be 0. In training, forward and backward
-    are collective: every rank must call them equally often, a rank without samples with an empty batch. Evaluation does
-    not communicate; a layer without running statistics then normalises each rank's batch separately. Running statistics
-    are bit-identical on every rank.
+    are collective: every rank must call them the same number of times, a rank without samples with an empty batch.
+    Evaluation does not communicate: a layer without running statistics then normalises each rank's batch separately.
+    Running statistics are bit-identical on every rank.
     """
 
     def __init__(self, like: _BatchNorm, *, ranks: _Ranks) -> None:
-        """Takes over the parameters and buffers of `like`: the same tensors, not copies."""
+        """Creates the layer with the parameters and buffers of `like`: the same tensors, not copies."""
         super().__init__(like.num_features, like.eps, like.momentum, affine=False, track_running_stats=False)
         self.affine, self.track_running_stats = like.affine, like.track_running_stats
         for name in ("weight", "bias"):
@@ -96,7 +96,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _sum_dtype(values: torch.Tensor) -> torch.dtype:
-    """Returns the dtype for sums: float64 for float64, else float32, since half types lose bits in additions."""
+    """Returns the dtype for sums of `values`: float64 for float64, otherwise float32.
+
+    Half-precision types would lose bits in additions.
+    """
     return torch.float64 if values.dtype is torch.float64 else torch.float32
 
 
@@ -112,8 +115,10 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def global_statistics(values: torch.Tensor, *, comm: Collective) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Returns the number of values per channel over all ranks, and their mean and biased variance. Collective.
 
-    values: floating point, shape (n, channels, ...). Mean and variance are float64 of shape (channels,), 0 if there are
-    no values. The ranks' parts are combined in rank order, so that the result is bit-identical on every rank.
+    Mean and variance are float64 of shape (channels,), 0 if there are no values. The ranks' parts are combined in rank
+    order, so that the result is bit-identical on every rank.
+
+    values: floating point, shape (n, channels, ...).
     """
     channels = values.shape[1]
     count = values.numel() // channels if channels else 0
@@ -143,7 +148,7 @@ def global_statistics(values: torch.Tensor, *, comm: Collective) -> tuple[int, t
 
 @final
 class _Normalize(torch.autograd.Function):
-    """Computes (x - mean) * inverse * weight + bias, where mean and inverse depend on the x of all ranks.
+    """Computes (x - mean) * inverse * weight + bias, where mean and inverse depend on the inputs x of all ranks.
 
     Backward is collective over `comm`.
     """
@@ -197,8 +202,9 @@ def convert_sync_batch_norm(model: torch.nn.Module, comm: Collective) -> torch.n
     """Replaces every batch normalisation layer in `model` by one over the ranks of `comm`. Not collective.
 
     Layers are replaced in place and keep their parameters, buffers and names. Returns `model`, or a new layer if
-    `model` itself is a batch normalisation layer. comm: a separate communicator, used by the thread that runs forward
-    and backward. Raises UsageError for a lazy layer that is not initialised.
+    `model` itself is a batch normalisation layer. Raises UsageError for a lazy layer that is not initialised.
+
+    comm: a communicator that nothing else uses; the threads that run forward and backward use it.
     """
     return _converted(model, ranks=_Ranks(comm), done={})
 
@@ -227,5 +233,5 @@ def _converted(
 
 
 def communicates_in_forward(model: torch.nn.Module) -> bool:
-    """Returns True if forward and backward are collective, so that a rank without samples must run them too."""
+    """Returns True if forward and backward of the model are collective: a rank without samples must run them too."""
     return is_sharded(model) or any(isinstance(module, SyncBatchNorm) for module in model.modules())

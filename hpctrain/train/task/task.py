@@ -21,7 +21,7 @@ def import_named(target: str, *, key: str, search: Sequence[Path] = ()) -> Any:
 
     Args:
         target: The text "module:attribute".
-        key: The key of the recipe that holds it, for errors.
+        key: The key of the recipe that contains `target`, for error messages.
         search: Folders to search in addition to the installed packages, such as the folder of the recipe.
 
     Raises:
@@ -84,14 +84,14 @@ class Task(Protocol):
 
     Optional methods:
 
-    - `parallel_blocks()` returns names of modules, such as ["encoder.layers.*", "decoder.layers.*"], where `*` stands
-      for any text without a dot. They are sharded, and recomputed in backward, one at a time. Without the method these
-      are the repeated blocks that are found in the model.
-    - `weight(fields)` or `weight(fields, valid)` returns the weight of `loss` and `metrics` for these samples, instead
-      of the pairs that the two would return. It is called on every rank that has samples.
+    - `parallel_blocks()` returns the names of the model's blocks, modules that are sharded, and recomputed in backward,
+      one at a time. An example is ["encoder.layers.*", "decoder.layers.*"], where `*` stands for any text without a
+      dot. Without this method, the blocks are the repeated modules that are found in the model.
+    - `weight(fields)` or `weight(fields, valid)` returns the weight of `loss` and `metrics` for these samples. `loss`
+      and `metrics` then do not return pairs. The method is called on every rank that has samples.
     - `pipeline_layers(model)`, for `parallel.pipeline`, returns the modules that the model calls one after another.
-      Each takes the result of the module before it, a tensor with the samples along dimension 0. `loss` and `metrics`
-      then call the model once, with one tensor.
+      Each module takes the result of the module before it, a tensor with the samples along dimension 0. `loss` and
+      `metrics` must then call the model once, with one tensor.
     - `tensor_plan()`, for `parallel.tensor`; see `TensorParallelTask`.
     """
 
@@ -104,13 +104,13 @@ class Task(Protocol):
     def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor | tuple[torch.Tensor, Weight]:
         """Returns the mean loss over the samples. The run weights it by the number of samples.
 
-        A loss that is a mean over something else, such as tokens that are not padding, is returned with its weight in
-        every call. The loss of a step is then sum(weight x loss) / sum(weight) over all micro-batches and ranks. The
-        weight gets no gradient; a loss of weight 0 is ignored and may be NaN.
+        If the loss is a mean over something else, such as tokens that are not padding, the method must return the loss
+        with its weight in every call. The loss of a step is then sum(weight x loss) / sum(weight) over all
+        micro-batches and ranks. The weight gets no gradient; a loss of weight 0 is ignored and may be NaN.
 
-        If the method has a parameter `valid`, bool of shape (num_samples,), a padded batch (data.last_batch = "pad") is
-        passed completely, and the mean must be over the valid samples. Without this parameter only the valid samples
-        are passed.
+        The method may have a parameter `valid`, bool of shape (num_samples,). It then gets all samples of a padded
+        batch (data.last_batch = "pad"), and the mean must be over the valid samples. Without this parameter it gets
+        only the valid samples.
 
         Args:
             model: The model.
@@ -131,8 +131,8 @@ class Task(Protocol):
             fields: The samples of this rank.
 
         Returns:
-            Values by name, with the same names in every call. Means over something else than samples are returned in
-                every call as a pair (metrics, weight).
+            Values by name, with the same names in every call. If they are means over something else than samples, a
+                pair (metrics, weight), in every call.
         """
 
 
@@ -143,27 +143,29 @@ class TensorParallelTask(Task, Protocol):
     def tensor_plan(self) -> Mapping[str, str | tuple[str, int]]:
         """Returns how the modules of the model are split over the ranks of a tensor group.
 
-        A module that the plan does not name is computed alike by all ranks of the group. In names, `*` stands for any
-        text without a dot. The values are:
+        If the plan does not name a module, every rank of the group computes the whole module. The keys are names of
+        modules, where `*` stands for any text without a dot. The values are:
 
-        - `column`: each rank computes some outputs of an nn.Linear, which a `row` module then takes as inputs.
-        - `row`: each rank takes some inputs of an nn.Linear, and the outputs are summed. Of an nn.Embedding, each rank
-          holds some entries of the vocabulary.
+        - `column`: each rank computes a part of the outputs of an nn.Linear. A `row` module must take them as inputs.
+        - `row`: each rank takes a part of the inputs of an nn.Linear, and the outputs are summed over the ranks. Of an
+          nn.Embedding, each rank holds a part of the vocabulary.
         - `column-gathered`: like `column`, but every rank receives all outputs. Also for an nn.Embedding.
-        - A pair such as ("column", heads): the features consist of so many equal parts, none of which is cut.
+        - A pair such as ("column", heads): the features consist of `heads` equal parts, and each of them stays whole on
+          one rank.
 
         Example:
 
             {"blocks.*.attention_in": ("column", 8), "blocks.*.attention_out": ("row", 8)}
 
-        For `parallel.sequence` the plan names every other layer too. `sequence`: each rank computes its part of the
-        sequence. `sequence-gathered`: every rank then receives the whole sequence, as from the last layer. A pair gives
-        the length of the sequence. Without `parallel.sequence` all ranks compute these layers alike.
+        For `parallel.sequence` the plan must name every other layer too, with one of two values. `sequence`: each rank
+        computes the layer on its part of the sequence. `sequence-gathered`: the same, and every rank then receives the
+        whole sequence; for the last layer, for example. A pair of such a value and a number states the length of the
+        sequence. Without `parallel.sequence`, every rank computes these layers as a whole.
         """
 
 
 def takes_valid(task: Task) -> bool:
-    """Returns True if the task's `loss` has the parameter `valid` for padded batches."""
+    """Returns True if the task's `loss` has the parameter `valid`, which marks the valid samples of padded batches."""
     return has_valid(task.loss)
 
 

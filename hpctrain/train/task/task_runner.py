@@ -1,4 +1,4 @@
-"""Computes a batch of the user's task on one rank, and defines `Runner`, the interface of it to the training loop."""
+"""Computes batches of the user's task on one rank. Defines `Runner`, the interface that the training loop uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpctrain.train.task.task import Task, takes_valid
 
 
 def row_of_zeros(batch: Batch) -> Batch:
-    """Returns a batch with one sample of zeros, in fields of the same sample shapes and dtypes as those of `batch`."""
+    """Returns a batch with one sample of zeros. Its fields have the sample shapes and dtypes of those of `batch`."""
     fields = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.fields.items()}
     return replace(batch, fields=fields, num_samples=1, num_padded=0, indices=None)
 
@@ -37,15 +37,15 @@ def row_of_zeros(batch: Batch) -> Batch:
 
 @final
 class TaskRunner:
-    """A `Runner` of a task whose model is whole on each rank, or sharded or split without a pipeline.
+    """A `Runner` of a task without a pipeline: the model is whole on each rank, sharded, or its layers are split.
 
     Args:
-        dtype: The dtype to which the floating-point fields of a batch are converted; None: they keep theirs.
+        dtype: The dtype to which the floating-point fields of a batch are converted; None: they keep their dtypes.
         autocast: A function that creates the context in which forward runs.
-        counts_samples: False on ranks whose samples another rank counts, because both hold parts of the same layers.
+        counts_samples: False on a rank whose samples another rank counts, because both hold parts of the same layers.
         comm: The communicator of all ranks; None: there is one rank.
-        loss_unit: The `unit` of `LossWeights`.
-        units_every_step: The `every_step` of `LossWeights`.
+        loss_unit: See `unit` of `LossWeights`.
+        units_every_step: See `every_step` of `LossWeights`.
     """
 
     device_s = 0.0
@@ -120,7 +120,7 @@ class TaskRunner:
     ) -> tuple[torch.Tensor | None, float]:
         """Runs forward and backward of a micro-batch with samples.
 
-        Returns loss and weight; the loss is None if the weight is 0.
+        Returns the loss and its weight; the loss is None if the weight is 0.
         """
         outputs = OutputsOf(self.model)
         with self._autocast():
@@ -137,10 +137,11 @@ class TaskRunner:
         return None, 0.0
 
     def _take_part(self, part: Batch, updater: DistributedOptimizer, *, last: bool) -> None:
-        """Runs forward and backward with weight 0 on a rank without samples, since they are collective.
+        """Runs forward and backward with weight 0 for a micro-batch without samples, since they are collective.
 
-        It computes samples that were computed before, or zeros, since a mean over no samples would be NaN and so would
-        its gradient. Running statistics, other buffers and random generators are restored afterwards.
+        It uses samples of an earlier micro-batch, or zeros: a mean over no samples would be NaN, and so would its
+        gradient. Running statistics, other buffers and random generators are restored afterwards. A model with
+        batch normalisation over the ranks gets the empty micro-batch instead.
         """
         if self._takes_empty:
             self._backward_of_nothing(part, updater, last=last)
@@ -164,7 +165,7 @@ class TaskRunner:
 
     @contextmanager
     def _device_timed(self) -> Iterator[None]:
-        """Sets `device_s` to the GPU's time for the `with` block, measured with events on its stream."""
+        """Sets `device_s` to the seconds that a GPU needs for the `with` block, measured with events on its stream."""
         if self.device.type != "cuda":
             yield
             return
@@ -176,12 +177,15 @@ class TaskRunner:
         self.device_s = begin.elapsed_time(end) / 1e3
 
     def loss(self, part: Batch) -> torch.Tensor:
-        """Returns the mean loss of a micro-batch, shape (), with its graph, without its weight."""
+        """Returns the mean loss of a micro-batch, shape (), with its autograd graph. The loss is not weighted."""
         with self._autocast():
             return loss_and_weight(self._loss(part.to(self.device, dtype=self._dtype)))[0]
 
     def weighed_loss(self, part: Batch) -> tuple[torch.Tensor, float | None]:
-        """Returns the mean loss of a micro-batch, shape (), with its graph, and the weight that the task gives it."""
+        """Returns the mean loss of a micro-batch, shape (), with its autograd graph, and the weight from the task.
+
+        The weight is None if the task gives none.
+        """
         with self._autocast():
             moved = part.to(self.device, dtype=self._dtype)
             loss, weight = loss_and_weight(self._loss(moved))
@@ -190,7 +194,7 @@ class TaskRunner:
             return loss, weight
 
     def _loss(self, part: Batch) -> Any:
-        """Returns the result of the task's `loss`. A loss with a parameter `valid` leaves out the padding itself."""
+        """Returns the result of the task's `loss`. Padding is passed only to a `loss` with the parameter `valid`."""
         if self._takes_valid:
             return self.task.loss(self.model, part.fields, valid=part.valid)  # type: ignore[call-arg]
         return self.task.loss(self.model, part.real().fields)
@@ -208,16 +212,16 @@ class TaskRunner:
 
 
 class Runner(Protocol):
-    """The interface of a task with its model, or with this rank's stages of it.
+    """Computes batches of a task on one rank, with the model or with this rank's stages of the model.
 
     Attributes:
-        device_s: The GPU's seconds for the last `forward_backward`.
-        communicates: Whether forward is collective.
-        counts_samples: False on ranks whose samples another rank counts, because both hold parts of one copy of the
+        device_s: The seconds that a GPU needed for the last `forward_backward`.
+        communicates: True if forward is collective.
+        counts_samples: False on a rank whose samples another rank counts, because both hold parts of one copy of the
             model.
         weights: The weights of the losses.
-        bubbles: The start and end, by `time.perf_counter`, of each interval of the last `forward_backward` in which
-            this rank's pipeline stages waited for others; empty without a pipeline.
+        bubbles: The intervals of the last `forward_backward` in which this rank's pipeline stages waited for other
+            stages: start and end of each, by `time.perf_counter`. Empty without a pipeline.
     """
 
     @property
@@ -240,14 +244,15 @@ class Runner(Protocol):
     ) -> float:
         """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
 
-        Returns the loss of the share times its weight, or 0 if another rank counts the samples. Over all ranks these
-        add up to the mean loss of the batch; if the task gives weights, times the sum of `weights.total`. Collective
-        over the world in the first step, in which the ranks agree whether it does.
+        Returns the loss of the share times its weight, or 0 if another rank counts the samples. The sum of these
+        numbers over all ranks is the mean loss of the batch. If the task gives weights, it is the mean loss times the
+        sum of `weights.total` over the ranks. Collective over the world in the first step, in which the ranks exchange
+        whether the task gives weights.
         """
 
     def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None] | None:
         """Returns the means of the task's metrics over the samples of the batch, and the weight of these means.
 
-        The batch has at least one sample. The weight is None if it is the number of samples. Returns None if another
-        rank counts the samples.
+        The batch must have at least one sample. The weight is None if the means count by the number of samples. Returns
+        None if another rank counts the samples.
         """
