@@ -451,9 +451,9 @@ class Session:
         )
 
     def agreed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields `batches` with weights that leave out damaged samples, whichever rank has skipped them.
+        """Yields `batches` with weights that do not count the damaged samples that any rank has skipped.
 
-        Each batch is collective; see `hpctrain.data.check_while_reading`.
+        Fetching a batch is collective; see `hpctrain.data.check_while_reading`.
         """
         return agreed_batches(batches, comm=self.world)
 

@@ -257,9 +257,9 @@ def _packages(environment: Facts) -> str:
 
 
 def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Merges equal findings of several ranks. If only some ranks have a finding, their numbers precede its text.
+    """Merges equal findings of several ranks. If only some ranks have a finding, its text begins with these ranks.
 
-    Of OK findings with different texts (free space, for example) only that of the lowest rank is kept.
+    Of OK findings on one topic with different texts (free space, for example), only that of the lowest rank is kept.
     """
     ranks_by_finding: dict[Finding, list[int]] = {}
     for rank, facts in enumerate(facts_by_rank):
