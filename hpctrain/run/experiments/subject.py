@@ -76,7 +76,7 @@ class Trial(Protocol):
         """Returns some rows of a batch. A row may occur several times."""
 
     def repeated(self, batch: Any, copies: int) -> Any:
-        """Returns the batch for a step in which each of `copies` ranks computes all of it, as 1/`copies` of the step."""
+        """Returns the batch for a step in which each of `copies` ranks computes all of it, with a share 1/`copies`."""
 
     def poisoned(self, batch: Any) -> Any | None:
         """Returns the batch with one NaN in each floating-point field; None if it has no such field."""

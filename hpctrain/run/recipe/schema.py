@@ -336,7 +336,7 @@ class ReductionSection(RecipeSection):
     @field_validator("wire", mode="before")
     @classmethod
     def _is_a_wire(cls, wire: object) -> object:
-        """Checks the name as a `Literal` would, which cannot have the names of a site's wire formats."""
+        """Checks the name as a `Literal` would. A `Literal` cannot have the names of wire formats that a site adds."""
         try:
             known = wire == AUTO or (isinstance(wire, str) and find_wire(wire) is not None)
         except UsageError as error:
