@@ -146,8 +146,8 @@ def _large_batch(name: str) -> Callable[..., torch.optim.Optimizer]:
     if [int(part) for part in re.findall(r"\d+", release)[:2]] < [3, 11]:
         # LARS without weight decay in the layer's ratio, LAMB with weight decay in the gradient.
         raise RecipeError(
-            f"optimizer.name = {name.lower()} needs pytorch-optimizer 3.11 or newer, this is {release}, which "
-            "calculates other steps. Update it with `pip install hpctrain[optimizers]`"
+            f"optimizer.name = {name.lower()} needs pytorch-optimizer 3.11 or newer. {release} is "
+            "installed, which calculates other steps. Update it with `pip install hpctrain[optimizers]`"
         )
     return found
 

@@ -121,9 +121,9 @@ def limit_host_memory(recipe: Recipe, *, session: Session) -> None:
         if used > own:
             raise LaunchError(
                 f"guards.host_memory = 'share': {num_sharing[(mine[0], mine[1])]} ranks share the control group "
-                f"{limit.group} of {in_binary_units(limit.num_bytes)}, {in_binary_units(own)} each, but a rank has "
-                f"{in_binary_units(used)} before training: ask for more memory, start fewer ranks on a node, or set "
-                "guards.host_memory = 'unlimited'"
+                f"{limit.group} of {in_binary_units(limit.num_bytes)}, {in_binary_units(own)} each, but a rank uses "
+                f"{in_binary_units(used)} before training starts: ask for more memory, start fewer ranks on a node, or "
+                "set guards.host_memory = 'unlimited'"
             )
         return own
 
@@ -132,5 +132,5 @@ def limit_host_memory(recipe: Recipe, *, session: Session) -> None:
         session.note("guards.host_memory = 'share', but no control group limits the memory of rank 0")
     else:
         session.note(
-            f"each rank may use {in_binary_units(own)} of its own, its share of the control group's memory"
+            f"each rank may use {in_binary_units(own)} of memory, its share of the control group's limit"
         )

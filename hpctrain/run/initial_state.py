@@ -88,7 +88,7 @@ def resume_run(
         if tiers is not None:
             tiers.forget(from_step=resumed.position.step + 1, comm=session.world)
         if moved is not None and session.rank == 0:
-            tell(f"later checkpoints of the run that this one branches off from are in {moved}")
+            tell(f"later checkpoints, of the run from which this one branches off, were moved to {moved}")
     if resumed.path is not None and session.rank == 0:
         tell(f"resumed from {resumed.path} (step {resumed.position.step})")
     return resumed

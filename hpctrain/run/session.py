@@ -516,7 +516,7 @@ class Session:
         comm = self.world.duplicate()
         model = self.agreed(lambda: convert_sync_batch_norm(model, comm), os_error=UsageError)
         if not communicates_in_forward(model):
-            self.note("batch normalisation over the ranks was asked for, the model has none")
+            self.note("batch normalisation over the ranks was asked for, but the model has no such layer")
         return model
 
     def close(self) -> None:

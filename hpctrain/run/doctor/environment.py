@@ -186,7 +186,7 @@ def judge_cores(facts_of_host: Sequence[Facts], *, ranks: Sequence[int]) -> Find
         f"{thread_text} thread{'s' if thread_text != '1' else ''} each"
     )
     if num_ranks > len(usable):
-        cure = "ranks wait for each other's cores: start fewer ranks, or do not use this for measurements"
+        cure = "ranks wait for each other's cores: start fewer ranks, or measure no speed on this machine"
         if of_machine > len(usable):
             cure = (
                 f"the ranks are bound to {len(usable)} of the machine's {of_machine} cores: use mpirun "

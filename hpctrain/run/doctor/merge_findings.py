@@ -72,7 +72,7 @@ def _sums(facts: Facts) -> list[Finding]:
     return [
         warning(
             "sums on a node",
-            "numpy computes them, since hpctrain's C code was not compiled when it was installed",
+            "numpy computes the sums, since hpctrain's C code was not compiled when it was installed",
             "install a C compiler and Python's headers, then hpctrain again (make setup), for sums in half the time",
         )
     ]
@@ -154,7 +154,7 @@ def _horovod(facts: Facts) -> Finding:
     if "mpi" not in built:
         return warning(
             "Horovod",
-            f"{text}, not MPI",
+            f"{text}, but not with MPI",
             "ranks from mpirun or srun need Horovod built with HOROVOD_WITH_MPI=1: make setup does this",
         )
     if facts["torch"].get("devices") and "nccl" not in built:

@@ -154,7 +154,9 @@ def _space(disk: dict[str, Any]) -> Finding:
     text = f"{disk['path']}: {disk['kind']}, {size_text(disk['free_bytes'])} free"
     if disk["kind"] in _IN_MEMORY:
         return warning(
-            TOPIC, text, "this is memory: runs and checkpoints are lost at a restart of the machine"
+            TOPIC,
+            text,
+            "this filesystem is in memory: runs and checkpoints are lost at a restart of the machine",
         )
     size = disk.get("checkpoint_bytes")
     if size is None:

@@ -86,10 +86,10 @@ def judge_slurm(facts: Mapping[str, Any] | None, *, mpi_library: str = "") -> li
         *_mpi_types(config, facts["mpi_types"], mpi_library),
         *_containment(config),
     ]
-    kept = "comes back" if config.get("JobRequeue") == "1" else "is not requeued"
+    kept = "is requeued" if config.get("JobRequeue") == "1" else "is not requeued"
     summary = (
-        f"{config.get('SLURM_VERSION', 'unknown version')}, a job of a lost node {kept}, a lost node is noticed after "
-        f"{config.get('SlurmdTimeout', 'an unknown time')}, KillWait {config.get('KillWait', 'unknown')}, "
+        f"{config.get('SLURM_VERSION', 'unknown version')}, a job that loses a node {kept}, a lost node is noticed "
+        f"after {config.get('SlurmdTimeout', 'an unknown time')}, KillWait {config.get('KillWait', 'unknown')}, "
         f"srun --mpi: {', '.join(facts['mpi_types']) or 'none'}"
     )
     return [ok("Slurm", summary), *findings]

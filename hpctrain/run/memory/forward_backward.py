@@ -434,7 +434,7 @@ def measure_forward_backward(
     if model_bytes > free:
         note(
             f"activations were not measured and count as 0: model and gradients take {model_bytes / 1e9:.3g} GB, "
-            f"of which this machine has {free / 1e9:.3g} GB free"
+            f"but this machine has only {free / 1e9:.3g} GB free"
         )
         return Measured()
     makers = _Makers(recipe, make_task)

@@ -46,7 +46,9 @@ def model_on_meta(
             return build_model(recipe, make_task(), device=META)
     except HpctrainError as error:
         model = build_model(recipe, make_task(), device=META)
-        note(f"the model was built on the CPU to be counted, since it cannot be on the meta device: {error}")
+        note(
+            f"the model was built on the CPU to be counted, since it cannot be built on the meta device: {error}"
+        )
         return model
 
 

@@ -183,6 +183,6 @@ def _check_sharded_reduction(*, algorithm: str, wire: str, others: Sequence[str]
         )
     if within == "node" and algorithm == "direct":
         raise ValueError(
-            "reduction.algorithm = 'direct': shards within a node are summed there first; choose hierarchical or auto, "
-            "or parallel.shard_within = 'world'"
+            "reduction.algorithm = 'direct' cannot be combined with parallel.shard_within = 'node', which sums within "
+            "each node first: choose hierarchical or auto, or parallel.shard_within = 'world'"
         )

@@ -99,8 +99,8 @@ def _steps_left_out(seen_: Observations, found: list[LikelyCause]) -> Iterator[L
                 text=f"{what}: {comparison.applied} of {comparison.steps} steps were applied, and "
                 f"{comparison.expected} in the run that it is compared with",
                 evidence=seen_.not_finite,
-                advice="steps whose gradients are not finite are skipped: look for what is not finite in one of the "
-                "two only",
+                advice="steps whose gradients are not finite are skipped: look for what is not finite in only one of "
+                "the two runs",
             )  # fmt: skip
         return
     if seen_.again.applied < seen_.again.steps:
@@ -383,7 +383,7 @@ def _unexplained(seen_: Observations, found: list[LikelyCause]) -> Iterator[Like
             yield LikelyCause(
                 cause=Cause.BUFFER, is_difference=seen_.splits,
                 text=f"forward changes buffer {buffer.tensor} each time that it is called, and so more often in a step "
-                "of several micro-batches" + ("" if seen_.splits else " (this recipe has none)"),
+                "of several micro-batches" + ("" if seen_.splits else " (this recipe uses none)"),
                 evidence=seen(what, comparison), advice="change it once in a step, such as after updater.step()",
             )  # fmt: skip
             if not seen_.splits:

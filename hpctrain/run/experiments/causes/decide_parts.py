@@ -215,7 +215,7 @@ def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> Like
         return LikelyCause(
             cause=Cause.BATCH_STATISTICS, is_difference=matters,
             text=f"the outputs of {name} ({kind}) for a sample depend on the other samples that are computed with it"
-            + ("" if matters else ", so that micro-batches differ (this recipe has none)"),
+            + ("" if matters else ", so that runs in micro-batches differ (this recipe uses none)"),
             evidence=[
                 f"{_A_BATCH_AND_ITS_THIRDS}: {name} returns different values for the same samples and inputs, by "
                 f"{in_percent_or_power(relative)}",
@@ -322,8 +322,8 @@ def _randomness(seen_: Observations) -> Iterator[LikelyCause]:
     )
     yield LikelyCause(
         cause=Cause.RANDOM, is_difference=differ,
-        text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank "
-        "draws its own: runs on other numbers of ranks differ by them",
+        text=f"training draws random numbers ({', '.join(seen_.draws_left)}) for something other than dropout, and "
+        "each rank draws its own numbers: runs on different numbers of ranks differ for that reason",
         evidence=[
             *seen("1 rank with other random numbers", seen_.reseeded),
             *seen(seen_.ranks_against_one, seen_.ranks),
