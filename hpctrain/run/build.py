@@ -350,7 +350,7 @@ def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn
 
 
 def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:
-    """Makes `repeated_blocks` return the modules that the task's `parallel_blocks` names, if the task has it."""
+    """Makes `repeated_blocks` return the modules that the task's method `parallel_blocks` names, if it has one."""
     method = getattr(task, "parallel_blocks", None)
     if method is None:
         return

@@ -44,9 +44,10 @@ class RunDatasets:
 
 
 def open_data(section: DataSection, *, session: Session) -> RunDatasets:
-    """Opens the datasets of a run as its recipe says. Raises DataError on every rank. Collective.
+    """Opens the datasets of a run as its recipe says. Collective.
 
-    Wrappers of the training dataset are closed with the session.
+    Wrappers of the training dataset are closed with the session. Raises DataError on every rank if the data cannot be
+    opened.
     """
     dataset = _open_checked(section.train, section, session=session)
     held_out = None

@@ -138,7 +138,7 @@ def recover_from_nodes(tiers: Tiers, *, session: Session) -> None:
 def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Session) -> None:
     """Loads the weights of `checkpoint.weights_from`, if set, into `model`. Prints what did not fit. Collective.
 
-    Raises CheckpointError on every rank.
+    Raises CheckpointError on every rank if the weights cannot be loaded.
     """
     section = recipe.checkpoint
     if section.weights_from is None:
@@ -156,7 +156,7 @@ def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Sessi
 
 
 def renamed(name: str, *, mapping: Mapping[str, str]) -> str:
-    """Returns `name` with its longest prefix in `mapping` replaced."""
+    """Returns `name` with its longest prefix that is a key of `mapping` replaced by the value of that key."""
     fitting = [begin for begin in mapping if name.startswith(begin)]
     if not fitting:
         return name

@@ -163,7 +163,7 @@ def carry_out(
     Args:
         commit: The commit of the user's working directory, for the record; rank 0's is written.
         save_signal: The signal that requests a checkpoint, as the file `save-now` in the run directory does.
-        clock: The clock of the run's time limit, on rank 0.
+        clock: The clock of the run's time limit, on rank 0; None on other ranks.
     """
     started = time.time()
     directory = Path(recipe.run.directory)
@@ -396,7 +396,7 @@ def _write_records(
 
 
 def _nothing_left(before: dict[str, Any], *, recipe: Recipe, session: Session) -> dict[str, Any]:
-    """Reports that the run is already finished, and returns its summary. Its records stay unchanged."""
+    """Reports that the run is already finished, and returns its summary `before`. The records stay unchanged."""
     if session.rank == 0:
         tell(
             f"{recipe.run.name}: already finished, at step {before['step']}; increase run.steps or run.epochs to "

@@ -59,8 +59,9 @@ def propose(*, host_rank: int, number: int | None = None) -> Proposal:
 
 
 def _identity_of(index: int) -> str:
-    """Returns an identifier of the device that is unique on this machine, even if processes number the devices
-    differently.
+    """Returns an identifier of the device that is unique on this machine.
+
+    It is the same in processes that number the devices differently.
     """
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     if uuid is not None:

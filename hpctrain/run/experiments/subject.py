@@ -138,7 +138,7 @@ class Subject(Protocol):
         """Creates a trial. Collective over the session."""
 
     def variables(self) -> Mapping[str, Any]:
-        """Returns the variables of the user's modules by name, which a new process would initialise again."""
+        """Returns the global variables of the user's Python modules, which a new process would initialise again."""
 
 
 # A folder for the checkpoints of a check, removed afterwards.

@@ -169,7 +169,7 @@ class Trials:
                     session.world.close()
 
     def _as_at_first(self) -> None:
-        """Restores the variables of the user's modules to their values before the first trial."""
+        """Restores the global variables of the user's Python modules to their values before the first trial."""
         now = OwnState.of(self.subject.variables())
         self._first_state.put_into(self.subject.variables(), now.changed_since(self._first_state))
 

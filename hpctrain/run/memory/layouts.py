@@ -120,7 +120,7 @@ def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[ShardKind, W
 
 
 def _stage_shards(topology: Topology, *, pipeline: int, tensor: int) -> list[tuple[ShardKind, Within]]:
-    """Returns what of a stage can be sharded over its data-parallel ranks, and whether within nodes."""
+    """Returns what of a pipeline stage can be sharded over the stage's data-parallel ranks, and within what."""
     found: list[tuple[ShardKind, Within]] = [("none", "world")]
     replicas = topology.num_ranks // (pipeline * tensor)
     if replicas == 1:

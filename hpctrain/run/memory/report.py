@@ -28,7 +28,7 @@ _SIZES = ("parameters", "gradients", "optimizer", "reduction", "activations", "o
 
 
 def memory_table(plan: MemoryEstimates, *, every: bool = False) -> Table:
-    """Returns a table with one row per way, with the number of micro-batches with which it fits.
+    """Returns a table of the ways to split the model. A row has the number of micro-batches with which its way fits.
 
     A GB is 10^9 bytes, as everywhere in hpctrain. every: whether all ways are listed; otherwise one of the ways that
     differ only in activation checkpointing or schedule, the first that fits.

@@ -109,7 +109,10 @@ class ParameterSize:
         return math.prod(self.shape) * self.itemsize
 
     def share(self, num_parts: int) -> float:
-        """Returns the fraction of the largest shard if the first dimension is split into `num_parts`, as FSDP2 does."""
+        """Returns the largest shard's fraction of the parameter.
+
+        The first dimension is split into `num_parts` parts, as FSDP2 does.
+        """
         if num_parts == 1 or not self.shape or self.shape[0] == 0:
             return 1.0
         return math.ceil(self.shape[0] / num_parts) / self.shape[0]
@@ -228,10 +231,13 @@ class TensorMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """The measured memory of one rank if layers are split over `ranks` ranks, by kind of activation checkpointing.
+    """The memory of one rank, measured with layers split over `ranks` ranks, by kind of activation checkpointing.
 
-    whole: the part of the whole model. layers: the parts of the layers of a pipeline; empty if not measured. messages:
-    what the ranks send each other; None if not measured.
+    Attributes:
+        ranks: The number of ranks over which layers are split.
+        whole: For a rank that has its part of the whole model.
+        layers: For a rank's parts of the layers of a pipeline; empty if not measured.
+        messages: What the ranks send each other; None if not measured.
     """
 
     ranks: int
@@ -315,7 +321,7 @@ class LoaderSizes:
     cache_bytes: int = 0
 
     def held(self, *, samples: int, data_ranks: int) -> int:
-        """Returns the bytes that a rank holds.
+        """Returns the bytes of training data that a rank holds.
 
         samples: the number of samples per step of the rank. data_ranks: the number of ranks with different samples.
         """

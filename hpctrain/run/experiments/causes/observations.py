@@ -165,7 +165,7 @@ class Observations:
 
 
 def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
-    """Returns the first difference between the ranks, or None.
+    """Returns the first difference between the ranks; None if there is none.
 
     by_rank: the hashes of each rank. `initial` has the hashes of the parameters by name. Each entry of `steps` has, by
     name, the hashes of the parameters when the optimizer was called (`before`), of the `gradients`, and of the
@@ -200,7 +200,7 @@ def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
 
 
 def schedulers_apart(by_rank: Sequence[Mapping[str, str]], *, step: int) -> Drift | None:
-    """Returns the first value of a learning rate scheduler that differs between ranks, or None.
+    """Returns the first value of a learning rate scheduler that differs between ranks; None if there is none.
 
     by_rank: the values of each rank after `step` steps, as text by path.
     """

@@ -287,7 +287,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """The variables of one of the user's modules."""
+    """The global variables of one of the user's Python modules."""
 
     module: ModuleType
 
@@ -300,7 +300,10 @@ class Variables:
 
 
 def variables_of_module(value: Any) -> Variables | None:
-    """Returns the variables of the module that defines a function or an object's class; None if that is a library."""
+    """Returns the global variables of the Python module that defines a function or an object's class.
+
+    None if that module belongs to a library.
+    """
     name = getattr(value, "__module__", None) or type(value).__module__
     module = sys.modules.get(name)
     is_library = name.partition(".")[0] in (*_LIBRARIES, *sys.stdlib_module_names) and name != "__main__"

@@ -132,7 +132,9 @@ def probe_loss(
 
 
 def _loss_of(trial: Trial, batch: Any, rows: Sequence[int]) -> tuple[float, float, bool, ModuleOutputs]:
-    """Returns the loss, its weight (1 if the task gives none), whether the task gives one, and the module outputs."""
+    """Returns the loss of some rows, its weight (1 if the task gives none), whether the task gives one, and the outputs
+    of the modules.
+    """
     with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
         loss, weight = trial.loss(trial.part(batch, rows))
         loss = 0.0 if weight == 0 else loss  # a mean over nothing
@@ -314,7 +316,10 @@ class _DtypeWalk(TorchDispatchMode):
 
 
 def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
-    """Returns where a float64 model computes in a shorter dtype in one forward, at most once per module."""
+    """Returns what of a float64 model has a shorter dtype: parameters, buffers, and operations in one forward.
+
+    At most one operation per module is returned.
+    """
     found = [
         LowPrecision(module=name, operation="parameter or buffer", dtype=str(t.dtype).removeprefix("torch."))
         for name, t in (*trial.model.named_parameters(), *trial.model.named_buffers())

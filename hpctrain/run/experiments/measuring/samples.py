@@ -31,8 +31,8 @@ class SampleFacts:
     - order_changes: whether two runs of one process get the same samples in different orders.
     - draws: the random number generators of the process that are used while samples are read; searched only if contents
       differ.
-    - other_steps: the number of the first step in which the ranks together get other samples than one process;
-      0 if there is none.
+    - other_steps: the first step, from 1, in which the ranks together get other samples than one process; 0 if there is
+      none.
     - same_every_epoch: whether the shuffled orders of two epochs are equal.
     - history: whether the samples of an epoch depend on what was read before that epoch.
     - num_rows, num_rank_rows: the number of samples of the step `other_steps` in one process and on all ranks.
@@ -104,14 +104,15 @@ def as_fields(batch: Any) -> dict[str, torch.Tensor]:
 
 
 def repeats(seen: Sequence[int]) -> dict[str, int]:
-    """Returns the number of occurrences of samples that occur more than once."""
+    """Returns, for each sample that occurs more than once, how often it occurs."""
     return {str(name): times for name, times in Counter(seen).items() if times > 1}
 
 
 def repeats_beyond(one: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple[dict[str, int], int]:
-    """Returns the samples that all ranks together get more often than one process does, and how often.
+    """Returns, for each sample that all ranks together get more often than one process does, how often they get it.
 
-    Also returns the number of samples that one process gets and no rank gets.
+    Samples that they get only once are left out. Also returns the number of samples that one process gets and no rank
+    gets.
     """
     expected, found = Counter(one), Counter(name for rank in ranks for name in rank)
     more = {str(name): times for name, times in found.items() if times > max(1, expected[name])}

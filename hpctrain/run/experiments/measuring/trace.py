@@ -61,7 +61,10 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An error that ended a trial. `step` is the step, from 1; 0: while the trial was built."""
+    """An error that ended a trial.
+
+    kind: the name of the error's class. step: the step, from 1; 0: while the trial was built.
+    """
 
     kind: str
     text: str
@@ -93,7 +96,7 @@ class RunTrace:
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor without its graph. A sharded tensor is gathered, for which all ranks must call it."""
+    """Returns the tensor without its graph. If the tensor is sharded, it is gathered, which is collective."""
     tensor = tensor.detach()
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
@@ -307,7 +310,7 @@ def compare_traces(
 
     Args:
         tolerance: The largest relative difference that counts as equal.
-        samples: Whether this rank should get the same samples in both.
+        samples: Whether this rank should get the same samples in both traces.
         from_step: The step of `reference` that corresponds to the first step of `other`.
     """
     found = _Found(tolerance)
