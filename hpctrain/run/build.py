@@ -72,10 +72,9 @@ from hpctrain.train import (
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """Returns the optimizer of the model's trainable parameters.
+    """Returns the optimizer of the model's trainable parameters, with the learning rate `optimizer.lr`.
 
-    Its learning rate is the peak rate; the loop sets the current rate before each step. Raises RecipeError if the
-    optimizer cannot be created.
+    The training loop sets the scheduled rate before each step. Raises RecipeError if the optimizer cannot be created.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
@@ -120,7 +119,10 @@ def check_recipe_optimizer(
 
 
 def build_decay(section: OptimizerSection) -> Decay | Callable[[int, int], float]:
-    """Returns the decay of the learning rate after the warm-up. Raises RecipeError if its function does not exist."""
+    """Returns the decay of the learning rate after the warm-up.
+
+    Raises RecipeError if `optimizer.schedule_target` is set and is not a function of (step, number of steps).
+    """
     if section.schedule_target is None:
         return Decay(section.schedule)
     found = import_named(section.schedule_target, key="optimizer.schedule_target")
@@ -144,8 +146,8 @@ def _large_batch(name: str) -> Callable[..., torch.optim.Optimizer]:
     if [int(part) for part in re.findall(r"\d+", release)[:2]] < [3, 11]:
         # LARS without weight decay in the layer's ratio, LAMB with weight decay in the gradient.
         raise RecipeError(
-            f"optimizer.name = {name.lower()} needs pytorch-optimizer 3.11 or newer, this is {release}, which "
-            "calculates other steps. Update it with `pip install hpctrain[optimizers]`"
+            f"optimizer.name = {name.lower()} needs pytorch-optimizer 3.11 or newer. {release} is "
+            "installed, which calculates other steps. Update it with `pip install hpctrain[optimizers]`"
         )
     return found
 
@@ -187,7 +189,15 @@ _ASSUMED_BYTES_PER_S = 100e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The objects of a run that each rank creates by itself. Their creation may fail on one rank only."""
+    """The objects of a run that each rank creates without communication, so that one rank alone may fail.
+
+    Attributes:
+        loader: The loader of the training data.
+        held_out: The loader of the evaluation data; None without `data.held_out`.
+        decay: The decay of the learning rate after the warm-up.
+        autocast: A function that creates the context in which forward runs.
+        tensor_plan: The task's plan for splitting layers; empty if the recipe splits none.
+    """
 
     loader: Loader
     held_out: Loader | None
@@ -199,7 +209,10 @@ class Parts:
 
 
 def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunDatasets) -> Parts:
-    """Creates the parts. Raises RecipeError if settings contradict each other or the user's `build_model` fails."""
+    """Creates this rank's `Parts` of a run.
+
+    Raises RecipeError if settings contradict each other or the user's `build_model` fails.
+    """
     tensor_plan = tensor_plan_of(recipe, task)
     session.axes.arrange(
         tensor=recipe.parallel.tensor, pipeline=recipe.parallel.pipeline
@@ -223,7 +236,10 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunDatase
 
 
 def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) -> Parts:
-    """Returns the parts with the model split as the section [parallel] says. Raises RecipeError. Collective."""
+    """Returns `parts` with the model split as the section [parallel] says. Collective.
+
+    Raises RecipeError if the model cannot be split in that way.
+    """
     plan = ParallelPlan(**recipe.parallel.model_dump(), tensor_plan=parts.tensor_plan)
     try:
         if plan.pipeline > 1:
@@ -248,7 +264,7 @@ def build_runner(
 ) -> Runner:  # fmt: skip
     """Returns the runner that computes batches with `parts.model`.
 
-    loss_unit: the unit of the loss weights in the checkpoint from which the run resumes.
+    loss_unit: the unit of the loss weights, from the checkpoint from which the run resumes; None if there is none.
     """
     dtype = MODEL_DTYPE[recipe.run.precision]
     feeds_back = needs_feedback(recipe.reduction.wire)
@@ -269,7 +285,10 @@ def build_runner(
 
 
 def _pipeline_rows(recipe: Recipe, *, session: Session) -> int:
-    """Returns the number of samples per micro-batch in a pipeline. Raises RecipeError if the batch does not divide."""
+    """Returns the number of samples per micro-batch in a pipeline.
+
+    Raises RecipeError if the global batch cannot be divided into equal micro-batches.
+    """
     replicas, parts = session.axes.data.size, recipe.parallel.micro_batches
     if recipe.data.global_batch % (replicas * parts):
         raise RecipeError(
@@ -314,7 +333,10 @@ def _held_out_loader(recipe: Recipe, dataset: Dataset, session: Session) -> Load
 
 
 def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn.Module:
-    """Returns the task's model on `device`, in the dtype of the recipe. Raises RecipeError if the task fails."""
+    """Returns the task's model on `device`, in the dtype that `run.precision` gives to parameters.
+
+    Raises RecipeError if the task's code fails.
+    """
     try:
         model = task.build_model()
     except HpctrainError:
@@ -328,7 +350,7 @@ def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn
 
 
 def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:
-    """Uses the blocks that the task names, if it names any."""
+    """Makes `repeated_blocks` return the modules that the task's method `parallel_blocks` names, if it has one."""
     method = getattr(task, "parallel_blocks", None)
     if method is None:
         return
@@ -344,9 +366,9 @@ def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:
 
 
 def tensor_plan_of(recipe: Recipe, task: Task) -> TensorPlan:
-    """Returns the task's plan for splitting its model; empty if the recipe splits no layers.
+    """Returns the task's plan for splitting the layers of its model; empty if `parallel.tensor` is 1.
 
-    Raises RecipeError if the recipe splits layers and the task has no plan.
+    Raises RecipeError if `parallel.tensor` is larger and the task has no such plan, or its `tensor_plan` fails.
     """
     if recipe.parallel.tensor == 1:
         return {}
@@ -369,8 +391,8 @@ def tensor_plan_of(recipe: Recipe, task: Task) -> TensorPlan:
 def total_steps(recipe: Recipe, loader: Loader, *, position: Position) -> int:
     """Returns the number of optimizer steps of the whole run, counted from its start.
 
-    With `epochs` the remaining steps are counted from `position`, so that a run that resumes with another global batch
-    still ends with its last epoch.
+    If `run.epochs` is set, the steps after `position` are counted with the current global batch. A run that resumes
+    with another global batch therefore still ends with its last epoch.
     """
     if recipe.run.steps is not None:
         return recipe.run.steps
@@ -405,9 +427,9 @@ def checkpoint_directory(recipe: Recipe) -> Path:
 
 
 def reduction_plan(recipe: Recipe) -> ReductionRequest:
-    """Returns the plan of the section [reduction].
+    """Returns the reduction that the section [reduction] asks for.
 
-    If it fixes only the algorithm or only the wire format, the other one is chosen by measurement.
+    If the section fixes only the algorithm or only the wire format, the other one is chosen by measurement.
     """
     section = recipe.reduction
     return ReductionRequest(
@@ -464,9 +486,9 @@ def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSetti
 
 
 def build_stop_plan(recipe: Recipe, *, model: torch.nn.Module, saves: RecentTimes) -> TimeToStop:
-    """Returns the plan that estimates the time of a stop.
+    """Returns the object that estimates how long a stop takes.
 
-    `saves` collects the durations of saves while the run trains.
+    saves: the durations of the run's saves, which are added while the run trains.
     """
     state_bytes = _ASSUMED_STATES * gradient_bytes(model)
     return TimeToStop(
@@ -475,7 +497,7 @@ def build_stop_plan(recipe: Recipe, *, model: torch.nn.Module, saves: RecentTime
 
 
 def limit_settings(recipe: Recipe) -> LimitSettings:
-    """Returns the time limits of the run's sections."""
+    """Returns the time limits of collective operations and of the parts of a run (`run.timeout_s` and [limits])."""
     given: dict[Section, float | None] = {
         section: getattr(recipe.limits, f"{section.value}_s") for section in Section
     }
@@ -488,7 +510,7 @@ def limit_settings(recipe: Recipe) -> LimitSettings:
 def build_straggler_watch(
     recipe: Recipe, *, session: Session, recorder: RunRecorder, probe: Probe | None
 ) -> StragglerWatch | None:
-    """Returns the watch that compares the ranks; None if the recipe turns it off or there is one rank.
+    """Returns the watch that finds slow ranks; None if `stragglers.find` is false or there is one rank.
 
     probe: the measurement of the nodes before training; None if there was none.
     """
@@ -514,7 +536,10 @@ def build_efficiency_watch(*, session: Session, recorder: RunRecorder) -> Effici
 
 
 def build_energy_meter(recipe: Recipe, *, session: Session) -> EnergyMeter | None:
-    """Returns the energy meter of this host on its first rank; None on other ranks and if nothing can be read."""
+    """Returns the energy meter of this host on the host's first rank; None on other ranks.
+
+    Also returns None if `telemetry.energy_every_s` is 0 or the host has no energy counter that can be read.
+    """
     every_s = recipe.telemetry.energy_every_s
     # Emulated nodes share a host, whose energy counts once.
     hosts = [cores.host for cores in session.gather_cores()]

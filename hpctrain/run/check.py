@@ -59,7 +59,10 @@ _EVALUATED = 2  # batches
 
 @final
 class RecipeSubject:
-    """A recipe as the `Subject` of experiments. `search` lists folders that contain the recipe's modules."""
+    """A recipe as the `Subject` of experiments.
+
+    search: the folders in which the modules that the recipe names are searched for, besides Python's own path.
+    """
 
     loss_is_share = True
 
@@ -96,7 +99,12 @@ class RecipeSubject:
         return RecipeTrial(self, changed, session, setting)
 
     def _changed(self, setting: Setting, *, one_rank: bool) -> Recipe:
-        """Returns the recipe without settings that only cost time; on one rank also without a split model."""
+        """Returns the recipe as a trial uses it.
+
+        The trial computes in float64 if `setting.double`. Gradients are sent with the wire format `fp32`. They are
+        summed by a fixed algorithm, unless the recipe names one and there are several ranks. On one rank the model is
+        not split.
+        """
         recipe = self.recipe
         run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})
         is_free = one_rank or recipe.reduction.algorithm == "auto"
@@ -289,7 +297,7 @@ def check_with(
 ) -> CheckReport:
     """Checks a recipe on the ranks of an open session; see `check_recipe`. Collective.
 
-    quiet: whether no progress is printed.
+    quiet: True to print no progress.
     """
     search = [Path.cwd(), recipe_path.absolute().parent]
     if session.world_size < 2:
@@ -307,7 +315,7 @@ def check_with(
 
 
 def progress_printer(rank: int) -> Callable[[str], None]:
-    """Returns a function that prints a line of progress to stderr, on rank 0."""
+    """Returns a function that prints a line of progress to stderr on rank 0, and does nothing on other ranks."""
 
     def say(text: str) -> None:
         if rank == 0:

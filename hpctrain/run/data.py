@@ -31,7 +31,11 @@ from hpctrain.run.session import Session
 class RunDatasets:
     """The data of a run.
 
-    `samples` yields the training batches: `dataset` or a wrapper (staged, collective, in memory).
+    Attributes:
+        dataset: The training dataset.
+        samples: The source of the training batches: `dataset`, or a wrapper that copies its files to the node, reads it
+            collectively, or holds it in memory.
+        held_out: The evaluation dataset; None without `data.held_out`.
     """
 
     dataset: Dataset
@@ -40,9 +44,10 @@ class RunDatasets:
 
 
 def open_data(section: DataSection, *, session: Session) -> RunDatasets:
-    """Opens the datasets of a run as its recipe says. Raises DataError on every rank. Collective.
+    """Opens the datasets of a run as its recipe says. Collective.
 
-    Objects that need a collective close are closed with the session.
+    Wrappers of the training dataset are closed with the session. Raises DataError on every rank if the data cannot be
+    opened.
     """
     dataset = _open_checked(section.train, section, session=session)
     held_out = None
@@ -90,9 +95,9 @@ def _open_checked(directory: str, section: DataSection, *, session: Session) -> 
 
 
 def order_of(section: DataSection, dataset: Dataset) -> OrderSpec:
-    """Returns the order of training samples.
+    """Returns the order of the training samples.
 
-    Reads weights or strata. Raises DataError if they do not match the dataset.
+    Reads the samples' weights or strata, if the order uses them. Raises DataError if they do not match the dataset.
     """
     chosen = section.chosen_order
     if chosen == "blocks":
@@ -107,7 +112,7 @@ def order_of(section: DataSection, dataset: Dataset) -> OrderSpec:
 
 
 def default_block(dataset: Dataset) -> int:
-    """Returns the default number of samples per block."""
+    """Returns the default number of samples per block for the order `blocks`."""
     windows = dataset.manifest.tokens
     if windows is not None:  # windows may overlap: count the bytes of the token stream, not of the windows
         itemsize = sum(spec.sample_bytes for spec in dataset.fields.values()) // (windows.window + 1)

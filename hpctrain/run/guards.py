@@ -36,7 +36,7 @@ from hpctrain.train import (
 
 
 def compare_ranks(recipe: Recipe) -> CompareRanks:
-    """Returns what a run does when its ranks have drifted apart."""
+    """Returns what a run does if parameters or optimizer settings differ between ranks: `error`, `note` or `off`."""
     tolerates = recipe.checkpoint.on_replica_mismatch == "rank0"
     return recipe.guards.compare_ranks or ("note" if tolerates else "error")
 
@@ -53,10 +53,10 @@ def build_guards(
     say: Callable[[str], None],
     records: RecordWriter,
 ) -> Guards:
-    """Returns the guards. Those of a resumed run continue from their saved state. Collective.
+    """Returns the guards against divergence, lack of memory and unbalanced data. Collective.
 
-    communicates: whether forward is collective. A rank that runs out of memory then ends the run, since the other ranks
-    wait for it in forward.
+    In a resumed run the guard against divergence continues from its saved state. communicates: whether forward is
+    collective. If it is, a rank that runs out of memory ends the run, since the other ranks wait for it in forward.
     """
     section, directory = recipe.guards, Path(recipe.run.directory)
     divergence = Divergence(divergence_limits(recipe))
@@ -86,7 +86,7 @@ def build_guards(
 
 
 def _short_attempt() -> int | None:
-    """Returns the number of the supervisor's previous attempt if it ended out of memory, else None."""
+    """Returns the number of the supervisor's previous attempt if that attempt ran out of memory, else None."""
     number = os.environ.get(OUT_OF_MEMORY_VARIABLE)
     return int(number) if number else None
 
@@ -121,9 +121,9 @@ def limit_host_memory(recipe: Recipe, *, session: Session) -> None:
         if used > own:
             raise LaunchError(
                 f"guards.host_memory = 'share': {num_sharing[(mine[0], mine[1])]} ranks share the control group "
-                f"{limit.group} of {in_binary_units(limit.num_bytes)}, {in_binary_units(own)} each, but a rank has "
-                f"{in_binary_units(used)} before training: ask for more memory, start fewer ranks on a node, or set "
-                "guards.host_memory = 'unlimited'"
+                f"{limit.group} of {in_binary_units(limit.num_bytes)}, {in_binary_units(own)} each, but a rank uses "
+                f"{in_binary_units(used)} before training starts: ask for more memory, start fewer ranks on a node, or "
+                "set guards.host_memory = 'unlimited'"
             )
         return own
 
@@ -132,5 +132,5 @@ def limit_host_memory(recipe: Recipe, *, session: Session) -> None:
         session.note("guards.host_memory = 'share', but no control group limits the memory of rank 0")
     else:
         session.note(
-            f"each rank may use {in_binary_units(own)} of its own, its share of the control group's memory"
+            f"each rank may use {in_binary_units(own)} of memory, its share of the control group's limit"
         )

@@ -27,10 +27,10 @@ from hpctrain.train import Position, Resumed, TrainingState, resume
 
 
 def open_tiers(recipe: Recipe, *, session: Session, run: RunIdentity) -> Tiers | None:
-    """Opens the nodes' own storage for checkpoints (`checkpoint.local`); None if it is not set. Collective.
+    """Opens the nodes' own storage for checkpoints (`checkpoint.local`); returns None if it is not set. Collective.
 
-    It is closed with the session. In a new run, checkpoints of an earlier run in its directory stay where they are, and
-    a line says how they can be used.
+    The storage is closed with the session. If the run is new and the nodes hold checkpoints of an earlier run in the
+    same run directory, these stay where they are, and a printed line says how to use them.
     """
     section = recipe.checkpoint
     if section.local is None:
@@ -67,9 +67,10 @@ def resume_run(
     identity: dict[str, Any],
     tiers: Tiers | None,
 ) -> Resumed:
-    """Restores `state` from the checkpoint at `path`, or from the run's newest good one. Collective.
+    """Restores `state` from the checkpoint at `path`, or from the run's newest undamaged checkpoint. Collective.
 
-    from_scratch: True starts from scratch and restores nothing. Raises CheckpointError on every rank.
+    from_scratch: True to restore nothing, so that the run starts from scratch. Raises CheckpointError on every rank if
+    the checkpoint cannot be restored.
     """
     if from_scratch:
         if tiers is not None:
@@ -87,7 +88,7 @@ def resume_run(
         if tiers is not None:
             tiers.forget(from_step=resumed.position.step + 1, comm=session.world)
         if moved is not None and session.rank == 0:
-            tell(f"later checkpoints of the run that this one branches off from are in {moved}")
+            tell(f"later checkpoints, of the run from which this one branches off, were moved to {moved}")
     if resumed.path is not None and session.rank == 0:
         tell(f"resumed from {resumed.path} (step {resumed.position.step})")
     return resumed
@@ -105,9 +106,10 @@ def roll_back_run(
 ) -> Resumed | None:
     """Restores `state` from the run's checkpoint of the step that `choose` returns. Collective.
 
-    choose: takes the saved steps and returns one of them, or None. Later checkpoints are moved away. If the chosen
-    checkpoint is damaged, the next older one is restored. Returns None, with nothing changed, if `choose` returns None.
-    Raises CheckpointError on every rank if no checkpoint is undamaged.
+    Checkpoints of later steps are moved away. If the chosen checkpoint is damaged, the next older one is restored.
+    choose: a function that takes the steps of all checkpoints, newest first, and returns one of them or None. If it
+    returns None, nothing is changed and the result is None. Raises CheckpointError on every rank if no checkpoint is
+    undamaged.
     """
     directory = checkpoint_directory(recipe)
     saved = on_rank_0(session.world, lambda: [step_of(path) for path in finished_newest_first(directory)])
@@ -136,7 +138,7 @@ def recover_from_nodes(tiers: Tiers, *, session: Session) -> None:
 def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Session) -> None:
     """Loads the weights of `checkpoint.weights_from`, if set, into `model`. Prints what did not fit. Collective.
 
-    Raises CheckpointError on every rank.
+    Raises CheckpointError on every rank if the weights cannot be loaded.
     """
     section = recipe.checkpoint
     if section.weights_from is None:
@@ -154,7 +156,7 @@ def start_from_weights(recipe: Recipe, model: torch.nn.Module, *, session: Sessi
 
 
 def renamed(name: str, *, mapping: Mapping[str, str]) -> str:
-    """Returns `name` with its longest prefix in `mapping` replaced."""
+    """Returns `name` with its longest prefix that is a key of `mapping` replaced by the value of that key."""
     fitting = [begin for begin in mapping if name.startswith(begin)]
     if not fitting:
         return name

@@ -52,11 +52,12 @@ _NO_FAILURES = frozenset({"finished", "wall clock", "preemption", "cancelled"})
 
 
 def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
-    """Returns how the last start ended, and how much of its work this start repeats. For rank 0. Raises OSError.
+    """Returns how the previous start ended, and how much of its work this start repeats. For rank 0. Raises OSError.
 
-    records: the records of rank 0. step: the step from which this start continues. In the result, `stopped` is
-    "signal", "time_limit" or None. `lost_steps` are the steps after `step`, and `lost_s` their estimated time, from the
-    mean step time in the last MiB of the records.
+    records: the file with the records of rank 0. step: the step from which this start continues. In the result,
+    `stopped` is "signal", "time_limit" or None. `lost_steps` is the number of steps that the previous start trained
+    after `step`. `lost_s` is their estimated time in seconds, from the mean time of those that are in the last MiB of
+    the records.
     """
     found = list(_newest(records))
     steps = [record for record in found if record["kind"] == STEP]
@@ -70,10 +71,10 @@ def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
 def figures_of_starts(
     starts: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]], *, requeues: int
 ) -> list[Value]:
-    """Returns the metrics of all starts of the run: name, labels, value. Pure.
+    """Returns metrics about all starts of the run, each as (name, labels, value). Pure.
 
-    starts: the lines of `starts.jsonl`, of which the last one is of this start. attempts: the lines of
-    `attempts.jsonl`; none without a supervisor.
+    starts: the lines of `starts.jsonl`; the last line is about this start. attempts: the lines of `attempts.jsonl`;
+    empty without a supervisor. requeues: how often Slurm has requeued the job.
     """
     before = [start.get("before") or {} for start in starts]
     stops = Counter(entry["stopped"] for entry in before if entry.get("stopped"))
@@ -116,7 +117,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _newest(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records in the last part of a file, oldest first."""
+    """Yields the records in the last MiB of a file, oldest first."""
     with path.open("rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
         file.seek(start)
@@ -138,7 +139,7 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 
 def records_steps(ranks: str, *, session: Session) -> bool:
-    """Returns True if this rank records its steps. `ranks` is `telemetry.ranks` of the recipe."""
+    """Returns True if this rank records its steps. `ranks` is the recipe's value of `telemetry.ranks`."""
     if ranks == "auto":
         ranks = "all" if session.world_size <= MOST_RANKS_RECORDED else "node"
     return ranks == "all" or session.rank == 0 or (ranks == "node" and session.leads_node)
@@ -171,8 +172,8 @@ class RunFacts:
     Attributes:
         started: The start time, in seconds since 1970.
         environment: The content of `environment.json`.
-        reduction: The reduction whose bytes are counted; None: not counted.
-        clock: The clock of the time limit, on rank 0.
+        reduction: The reduction whose sent bytes are counted; None: no reduction's bytes are counted.
+        clock: The clock of the time limit, on rank 0; None on other ranks.
     """
 
     started: float
@@ -182,7 +183,10 @@ class RunFacts:
 
 
 def open_sinks(sinks: Sinks, recipe: Recipe, *, session: Session, facts: RunFacts) -> None:
-    """Opens the sinks of this rank. If a sink cannot be opened, that is reported and the run continues. Collective."""
+    """Opens the sinks by which this rank sends metrics to monitoring systems. Collective.
+
+    A sink that cannot be opened is reported, and the run continues.
+    """
     section = recipe.telemetry
     directory = Path(recipe.run.directory)
     if section.tensorboard and session.rank == 0:
@@ -212,7 +216,7 @@ def open_sinks(sinks: Sinks, recipe: Recipe, *, session: Session, facts: RunFact
 
 
 def _resource(names: Mapping[str, str], *, session: Session) -> dict[str, str]:
-    """Returns OpenTelemetry's attributes of this process (opentelemetry.io/docs/specs/semconv/resource)."""
+    """Returns OpenTelemetry's resource attributes of this process (opentelemetry.io/docs/specs/semconv/resource)."""
     return {
         "service.name": "hpctrain",
         "service.version": __version__,
@@ -246,7 +250,10 @@ def _open_endpoint(
     directory: Path,
     names: Mapping[str, str],
 ) -> None:
-    """Starts this rank's endpoint. Rank 0 writes a file with the addresses of all endpoints. Collective."""
+    """Starts this rank's Prometheus endpoint, if `metrics` is not None. Collective.
+
+    Rank 0 writes a file with the addresses of all endpoints.
+    """
     address = section.prometheus_address
     mine: str | None = None
     if metrics is not None:
@@ -311,6 +318,6 @@ def _run_metrics(
 
 
 def _job_id() -> str:
-    """Returns the Slurm job id, for an array task in Slurm's notation; empty outside Slurm."""
+    """Returns the Slurm job id, for a task of a job array as `1234_7`; empty outside Slurm."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")

@@ -28,7 +28,14 @@ PROBE_FILE = "probe.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """The result of the measurement, the same on every rank. `links` is None on one node."""
+    """The result of the measurement, the same on every rank.
+
+    Attributes:
+        links: The measured links between nodes; None on one node.
+        ranks: The measured memory and arithmetic speeds of the ranks.
+        findings: What is slower than elsewhere.
+        document: The content of `probe.json`.
+    """
 
     links: Links | None
     ranks: RankSpeeds

@@ -1,4 +1,4 @@
-"""Records a run's environment, as far as it explains the speed and is needed to repeat the run. Contains no secrets."""
+"""Records what explains a run's speed and what is needed to repeat the run. The records contain no secrets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ VARIABLES = (
 
 
 def environment_record(session: Session, *, commit: str | None) -> dict[str, Any]:
-    """Returns the environment of all ranks. Lists with an entry per rank or node are on rank 0 only. Collective."""
+    """Returns the environment of all ranks. Collective.
+
+    Lists with one entry per rank or per node are in the result of rank 0 only.
+    """
     # What every rank knows already is not gathered.
     nodes, hosts = session.topology.node_of_rank, [cores.host for cores in session.gather_cores()]
     mine = {
@@ -87,7 +90,8 @@ def _rounded(seconds: float | None) -> float | None:
 def reduction_record(recipe: Recipe, reduction: Reduction | None) -> dict[str, Any]:
     """Returns how gradients are reduced.
 
-    reduction: None if FSDP2, by itself or through hooks, torch.distributed or a pipeline's updater reduces them.
+    reduction: hpctrain's reduction. None if FSDP2 (by itself or through hooks), torch.distributed or a pipeline's
+    updater reduces the gradients.
     """
     if reduction is None and recipe.parallel.pipeline > 1:
         return {"algorithm": "pipeline", "wire": "fp32", "reduction": {"source": "parallel.pipeline"}}
@@ -126,7 +130,7 @@ def machine_record() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """Returns the CPU's model name from the kernel; its architecture if the kernel has none."""
+    """Returns the CPU's model name from the kernel; the CPU's architecture if the kernel knows no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -209,8 +213,8 @@ def summarize(
     """Merges the ranks' totals into the run's summary, which rank 0 writes and prints. Collective.
 
     The result is the same on all ranks, except `slow`, which only rank 0 knows. status: `finished`, `stopped` or
-    `diverged`. Seconds are means over the ranks. `samples_per_s` relates to the time of the steps, including input,
-    communication and saves, without start-up and evaluation.
+    `diverged`. Seconds are means over the ranks. `samples_per_s` is the number of samples divided by the time of the
+    steps, which includes input, communication and saves, but neither start-up nor evaluation.
     """
     names, by_rank = seconds_of_all(totals.seconds, comm=session.world)
     seconds = dict(zip(names, by_rank.mean(axis=0).tolist(), strict=True))
@@ -269,9 +273,10 @@ def summarize(
 def seconds_of_all(
     seconds: Mapping[str, float], *, comm: Collective
 ) -> tuple[list[str], NDArray[np.float64]]:
-    """Returns all names, sorted, and every rank's seconds, shape (ranks, names). Collective.
+    """Returns the names that occur on any rank, sorted, and the seconds of all ranks. Collective.
 
-    A name that a rank lacks has 0. Each rank receives 8 bytes per name and rank.
+    The seconds are float64, shape (ranks, names). If a rank lacks a name, they are 0. Each rank receives 8 bytes per
+    name and rank.
     """
     different, _ = all_gather_distinct(comm, sorted(seconds))
     names = sorted({name for found in different for name in found})
@@ -289,8 +294,8 @@ def by_node(
 ) -> list[dict[str, Any]]:
     """Returns for each node its energy and, by name, the mean and largest seconds of its ranks. Pure.
 
-    The rank with the largest seconds is named. by_rank: float64, shape (ranks, names). energy_by_rank: the joules of a
-    rank's node by source; None from ranks that have not read them.
+    For each name, the result also gives the rank with the largest seconds. by_rank: float64, shape (ranks, names).
+    energy_by_rank: for each rank, the joules of its node by source; None for a rank that has not read them.
     """
     found = []
     for name, ranks in zip(topology.node_names, topology.ranks_by_node, strict=True):
@@ -313,7 +318,7 @@ def by_node(
 def energy_of(by_rank: Sequence[Mapping[str, float] | None]) -> dict[str, Any] | None:
     """Returns the energy of all nodes: `total_j`, and `joules` by source; None if no rank has read it. Pure.
 
-    by_rank: joules by source; None from ranks that have not read them.
+    by_rank: for each rank, the joules of its node by source; None for a rank that has not read them.
     """
     nodes = [joules for joules in by_rank if joules is not None]
     if not nodes:
@@ -327,7 +332,7 @@ def energy_of(by_rank: Sequence[Mapping[str, float] | None]) -> dict[str, Any] |
 
 
 def finished_summary(directory: Path, *, step: int) -> dict[str, Any] | None:
-    """Returns the summary in `directory` if it is of a run that finished at `step`, else None. For rank 0."""
+    """Returns the summary in `directory` if its run finished at the step `step`, else None. For rank 0."""
     try:
         summary = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):

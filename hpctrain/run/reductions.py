@@ -1,4 +1,4 @@
-"""Creates the reductions of a session, and frees their memory when it is closed."""
+"""Creates the reductions of a session, and frees their memory when the session is closed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Reductions:
         """Stores what reductions are created from. Does not communicate.
 
         Args:
-            horovod: How Horovod was built; None if it does not run.
+            horovod: How Horovod was built; None if Horovod does not run in this session.
             note: A function that prints a note for the user.
             cores: A function that returns the cores of all ranks; it is collective.
         """
@@ -63,8 +63,8 @@ class Reductions:
 
         Args:
             gradient_bytes: The size of one rank's gradients.
-            shard: `optimizer` or `gradients` for a `ZeroUpdater`.
-            computes: Whether the ranks compute while they reduce.
+            shard: What a `ZeroUpdater` shards, `optimizer` or `gradients`; `none` for other updaters.
+            computes: Whether the ranks compute while they reduce gradients.
         """
         spare_core = self.has_spare_core()
         made = make_reduction(
@@ -78,8 +78,8 @@ class Reductions:
     def overlap(self, *, spare_core: bool) -> bool:
         """Returns True if reductions are faster when they run during backward. Not collective.
 
-        They are if they wait for a network or a device, or have a spare core. On one node whose ranks use every core
-        they would take cores from backward and add context switches.
+        They are faster if they wait for a network or a device, or if each rank has a spare core. On a single node on
+        which the ranks use every core, they would take cores from backward and add context switches.
         """
         return spare_core or self._topology.num_nodes > 1 or self._device.type != "cpu"
 
@@ -91,8 +91,9 @@ class Reductions:
     def oversubscribed(self) -> bool:
         """Returns True if some rank has less than one core per thread. Collective.
 
-        This follows from the ranks' affinities, or from their launcher. A launcher that finds more ranks than the cores
-        it was given, which may be fewer than the affinities show, preloads a library (`launch/yielding.py`).
+        Either the ranks' CPU affinities show this, or their launcher has found it. A launcher that starts more ranks
+        than it was given cores preloads a library (`launch/yielding.py`). It may have been given fewer cores than the
+        affinities show.
         """
         share = cpu_share(self._cores(), self._world.rank)
         roomy = share >= torch.get_num_threads() and not in_effect()
@@ -105,7 +106,10 @@ class Reductions:
                 self._made.pop(0).reducer.close()
 
     def nccl(self, asked: str) -> Algorithm | None:
-        """Returns which of Horovod's own two-level sums runs in this process. Notes if it was not asked for."""
+        """Returns which of Horovod's own two-level sums runs in this process; None if none does.
+
+        Adds a note if `asked` is such a sum but cannot run, or if one runs that was not asked for.
+        """
         device_type = self._device.type
         found = nccl_in_effect(self._horovod, topology=self._topology, device_type=device_type)
         if asked in NCCL_VARIABLES:

@@ -93,8 +93,8 @@ class Session:
     """A rank's connection to the other ranks of the run, and the entry point to everything collective.
 
     `hpctrain.init` returns it; use it as a context manager. When the `with` block raises an error that all ranks share,
-    rank 0 prints it once and every rank exits with the exit code of the error. An error of one rank only is printed
-    with the number of that rank and aborts the whole job, so that no other rank waits for it.
+    rank 0 prints it once and every rank exits with the exit code of the error. An error of a single rank is printed
+    with the index of that rank and aborts the whole job, so that no other rank waits for that rank.
 
     Attributes:
         identity: What the launcher says of this process, such as its rank and its node.
@@ -102,7 +102,7 @@ class Session:
         mesh: The topology of the ranks, and this rank's place in it.
         device: The device on which this rank computes.
         backend_reason: Why this communication backend was chosen, for the record of the run.
-        notes: Texts of `note`, such as fallbacks with their reasons.
+        notes: The texts given to `note`, such as fallbacks with their reasons.
         reductions: The methods by which gradients are summed, and the measurement that chooses one.
         axes: The axes (pipeline, data, tensor) along which the ranks are arranged.
         trainings: The pairs of model and optimizer that `distributed_optimizer` has wrapped.
@@ -162,7 +162,7 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """The number of this rank, from 0 to `world_size` - 1."""
+        """The index of this rank, from 0 to `world_size` - 1."""
         return self.world.rank
 
     @property
@@ -407,7 +407,7 @@ class Session:
     def check(
         self, build: Build, *, steps: int = 4, show: bool = True, scratch: str | Path = "."
     ) -> CheckReport:
-        """Searches for causes that make the training of `build` differ from itself. Collective; see `check_loop`.
+        """Compares runs of the training that `build` creates, and finds why they differ. Collective; see `check_loop`.
 
         Args:
             build: A function that builds the training.
@@ -451,9 +451,9 @@ class Session:
         )
 
     def agreed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields `batches` with weights that leave out damaged samples, whichever rank has skipped them.
+        """Yields `batches` with weights that do not count the damaged samples that any rank has skipped.
 
-        Each batch is collective; see `hpctrain.data.check_while_reading`.
+        Fetching a batch is collective; see `hpctrain.data.check_while_reading`.
         """
         return agreed_batches(batches, comm=self.world)
 
@@ -516,7 +516,7 @@ class Session:
         comm = self.world.duplicate()
         model = self.agreed(lambda: convert_sync_batch_norm(model, comm), os_error=UsageError)
         if not communicates_in_forward(model):
-            self.note("batch normalisation over the ranks was asked for, the model has none")
+            self.note("batch normalisation over the ranks was asked for, but the model has no such layer")
         return model
 
     def close(self) -> None:
@@ -565,10 +565,11 @@ def init(
         ranks: The number of ranks that is expected; None: any.
         threads_per_rank: The number of PyTorch threads. None: OMP_NUM_THREADS if set, else this rank's share of the
             cores.
-        timeout_s: The time limit of a collective in seconds, and of the start of a rank after the first one. When it
-            has passed, all ranks end with exit code 6 (see `Monitored`). The message names the ranks that did not take
-            part after `session.world.publish_in(shared_folder)`, which is collective.
-        algorithm: The algorithm of the gradient reduction, where Horovod must know it at start (nccl-hierarchical,
+        timeout_s: The time limit in seconds of a collective operation, and of the start of the other ranks after the
+            first one has started. When it has passed, all ranks end with exit code 6 (see `Monitored`). If
+            `session.world.publish_in(shared_folder)`, which is collective, was called before, the message names the
+            ranks that did not take part.
+        algorithm: The algorithm of the gradient reduction, if Horovod must know it when it starts (nccl-hierarchical,
             nccl-torus).
         environ: The environment variables of the launcher; None: those of this process.
 

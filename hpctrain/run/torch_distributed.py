@@ -47,7 +47,9 @@ def init_process_group(
         LaunchError: If there is no MPI, or PyTorch is too old.
     """
     if dist.is_initialized():
-        raise UsageError("torch.distributed is initialised already: call destroy_process_group before")
+        raise UsageError(
+            "torch.distributed is initialised already: call torch.distributed.destroy_process_group() first"
+        )
     if session is not None and not isinstance(session, Session):
         raise UsageError(
             f"init_process_group({session!r}): pass a session, or nothing. The backend follows from the device: "

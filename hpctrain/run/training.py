@@ -85,9 +85,9 @@ from hpctrain.train import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """The value of `--resume`: `path` is the checkpoint to resume from, `from_scratch` restores nothing.
+    """The value of `--resume`: the checkpoint `path` to resume from, or `from_scratch` to restore nothing.
 
-    With neither, the run resumes from its newest checkpoint.
+    Without either, the run resumes from its newest checkpoint.
     """
 
     path: Path | None = None
@@ -163,7 +163,7 @@ def carry_out(
     Args:
         commit: The commit of the user's working directory, for the record; rank 0's is written.
         save_signal: The signal that requests a checkpoint, as the file `save-now` in the run directory does.
-        clock: The clock of the run's time limit, on rank 0.
+        clock: The clock of the run's time limit, on rank 0; None on other ranks.
     """
     started = time.time()
     directory = Path(recipe.run.directory)
@@ -375,8 +375,8 @@ def _write_records(
 ) -> dict[str, float]:
     """Writes the recipe and environment of this start, and appends both to `starts.jsonl`. For rank 0.
 
-    Returns the slowest times of sections that earlier starts have recorded. repeats: whether steps of the last start
-    after `step` are repeated; False if the user chose another checkpoint.
+    Returns the slowest time of each section of the run that earlier starts have recorded. repeats: whether this start
+    repeats the steps of the previous start after `step`; False if the user chose the checkpoint.
     """
     directory = Path(recipe.run.directory)
     (directory / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
@@ -396,7 +396,7 @@ def _write_records(
 
 
 def _nothing_left(before: dict[str, Any], *, recipe: Recipe, session: Session) -> dict[str, Any]:
-    """Reports that the run is already finished, and returns its summary. Its records stay unchanged."""
+    """Reports that the run is already finished, and returns its summary `before`. The records stay unchanged."""
     if session.rank == 0:
         tell(
             f"{recipe.run.name}: already finished, at step {before['step']}; increase run.steps or run.epochs to "

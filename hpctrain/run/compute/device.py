@@ -24,7 +24,13 @@ from hpctrain.run.compute.device_names import DEVICE_NAMES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """The CUDA device that a rank could use. `index` is None if there is none; `problem` then says why."""
+    """The CUDA device that a rank could use.
+
+    Attributes:
+        index: The index of the device in this process; None if the rank can use none.
+        uuid: An identifier of the device, unique on its machine.
+        problem: Why the rank can use no device; empty otherwise.
+    """
 
     index: int | None
     uuid: str = ""
@@ -32,9 +38,10 @@ class Proposal:
 
 
 def propose(*, host_rank: int, number: int | None = None) -> Proposal:
-    """Returns this rank's CUDA device: the one with its rank on this machine as index, or the only visible one.
+    """Returns the CUDA device that this rank could use: the only visible one, else the one with index `host_rank`.
 
-    number: the index that the recipe gives, used instead.
+    host_rank: the index of this rank among the ranks of its machine. number: the index of the device that the recipe
+    gives; it takes precedence.
     """
     if not torch.cuda.is_available():
         return Proposal(index=None, problem="torch finds no CUDA device")
@@ -52,8 +59,9 @@ def propose(*, host_rank: int, number: int | None = None) -> Proposal:
 
 
 def _identity_of(index: int) -> str:
-    """Returns an identifier of the device that is unique on this machine, even if processes number the devices
-    differently.
+    """Returns an identifier of the device that is unique on this machine.
+
+    It is the same in processes that number the devices differently.
     """
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     if uuid is not None:
@@ -73,7 +81,7 @@ def numbered(asked: str) -> int | None:
 def has_own_gpu(uuid: str, *, comm: Collective, host_ranks: Sequence[int]) -> bool:
     """Returns True if no other rank of this machine proposes the device `uuid`. Collective.
 
-    host_ranks: the ranks of this machine. Each receives 8 bytes from every other one.
+    host_ranks: the ranks of this machine. Each of them receives 8 bytes from each of the others.
     """
     counts = [0] * comm.num_ranks
     for rank in host_ranks:
@@ -97,8 +105,9 @@ def agree_on_gpus(
 ) -> str | None:
     """Returns None if each rank uses the device that it proposes, else why all ranks use the CPU. Collective.
 
-    The reason is empty if no rank has a GPU. asked: `auto`, `cuda` or `cuda:N`. Raises LaunchError on every rank,
-    naming all ranks that have a problem, if `cuda` or `cuda:N` cannot be used.
+    The returned text is empty if no rank has a GPU. mine: this rank's proposal. asked: `auto`, `cuda` or `cuda:N`.
+    host_ranks: the ranks of this machine, `host`. Raises LaunchError on every rank, naming all ranks that have a
+    problem, if `cuda` or `cuda:N` cannot be used.
     """
     problem = mine.problem
     lowest = _lowest_with_problem(comm, problem)
@@ -119,7 +128,7 @@ def agree_on_gpus(
 
 
 def choose_device(asked: str, *, comm: Collective, hosts: Sequence[str]) -> tuple[torch.device, str | None]:
-    """Returns this rank's device, and the reason if it is the CPU although there are GPUs. Collective.
+    """Returns this rank's device and, if that is the CPU although there are GPUs, the reason, else None. Collective.
 
     asked: `cpu`; `cuda`; `cuda:N`, device N of each machine, which its ranks share; or `auto`, which takes CUDA if
     every rank has a GPU of its own. NCCL does not work between ranks that share a device; MPI does. hosts: the machine
@@ -160,7 +169,10 @@ AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_for(precision: str, *, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Returns a function that creates the context of forward. Raises RecipeError if the device lacks `precision`."""
+    """Returns a function that creates the context in which forward runs: autocast for `bf16` and `fp16`.
+
+    Raises RecipeError if the device does not support `precision`.
+    """
     dtype = AUTOCAST_DTYPE.get(precision)
     if dtype is None:
         return nullcontext
@@ -179,7 +191,7 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def loss_scale_for(precision: str, *, wire: str, max_skipped_in_row: int) -> LossScale:
-    """Returns a dynamic loss scale for float16 in forward, else the one that the wire format needs."""
+    """Returns a dynamic loss scale for the precision `fp16`, else the loss scale that the wire format needs."""
     if precision == "fp16":
         return LossScale(value=2.0**16, dynamic=True, max_skipped_in_row=max_skipped_in_row)
     return LossScale.for_wire(wire, max_skipped_in_row=max_skipped_in_row)

@@ -26,8 +26,7 @@ def put_in_stages(
 ) -> bool:
     """Reduces `model` and `optimizer`, in place, to this rank's pipeline stages. Collective.
 
-    The layers are those of the task's `pipeline_layers`. The other arguments and the result are those of
-    `put_in_pipeline`.
+    The task's `pipeline_layers` returns the layers. The other arguments and the result are as in `put_in_pipeline`.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     opens = put_in_pipeline(
@@ -41,7 +40,10 @@ def put_in_stages(
 
 
 def layers_of(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Returns the layers of `model`, in order, from the task's `pipeline_layers`. Raises UsageError if it fails."""
+    """Returns the layers of `model`, in order, from the task's `pipeline_layers`.
+
+    Raises UsageError if the task has no such method or the method fails.
+    """
     method = getattr(task, "pipeline_layers", None)
     if not callable(method):
         raise UsageError(

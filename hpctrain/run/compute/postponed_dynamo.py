@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _PostponedDynamo(ModuleType):
-    """The stand-in for `torch._dynamo`. Any attribute but these two imports the real module."""
+    """The stand-in for `torch._dynamo`. Use of an attribute other than the two below imports the real module."""
 
     def __init__(self) -> None:
         super().__init__(NAME)

@@ -36,7 +36,10 @@ def set_torch_threads(asked: int | None, share: Fraction) -> None:
 
 @final
 class RankAxes:
-    """The axes of a run as one rank sees them. Until `arrange`, all ranks are data parallel. Does not communicate."""
+    """The axes (pipeline, data, tensor) along which the ranks are arranged, as seen from one rank.
+
+    Until `arrange` is called, all ranks are data parallel. No method communicates.
+    """
 
     def __init__(self, topology: Topology, *, rank: int) -> None:
         self._topology = topology
@@ -48,8 +51,8 @@ class RankAxes:
     def data(self) -> Axis:
         """The ranks that train on different samples, and this rank's index among them.
 
-        If the model is split, the ranks of one tensor group or pipeline have the same index and train on the same
-        samples.
+        If the model is split, the ranks of one tensor group or one pipeline train on the same samples and have the same
+        index.
         """
         if self._mesh is None:
             return Axis("data", tuple(range(self._topology.num_ranks)), self._rank)
@@ -57,9 +60,9 @@ class RankAxes:
 
     @property
     def counts_samples(self) -> bool:
-        """True if this rank counts its samples: one rank per tensor group; in a pipeline, on the last stage.
+        """True if this rank counts its samples in sums over samples; the other ranks add 0.
 
-        Sums over samples are 0 on the other ranks. The last stage has the loss.
+        One rank per tensor group counts them. In a pipeline, it is on the last stage, which computes the loss.
         """
         if self._mesh is None:
             return True
@@ -81,15 +84,18 @@ class RankAxes:
         )
 
     def places(self) -> dict[int, dict[str, int]]:
-        """Returns by rank its index on the axes `pipeline`, `data` and `tensor`; {} if all ranks are data parallel."""
+        """Returns the indices of each rank on the axes `pipeline`, `data` and `tensor`, by rank and by axis.
+
+        The result is {} if all ranks are data parallel.
+        """
         return {} if self._mesh is None else self._mesh.places()
 
     def arrange(self, *, tensor: int = 1, pipeline: int = 1) -> None:
         """Arranges the ranks on the axes pipeline, data and tensor.
 
         tensor: the number of ranks per tensor group. pipeline: the number of ranks that hold the stages of one copy of
-        the model. Raises TopologyError if `pipeline` does not divide the ranks, or `tensor` the ranks of each node;
-        UsageError if a loader was made for other axes.
+        the model. Raises TopologyError if `pipeline` does not divide the number of ranks, or `tensor` does not divide
+        the number of ranks of each node; UsageError if a loader was already made for other axes.
         """
         shape = {"tensor": 1, "pipeline": 1} if self._mesh is None else self._mesh.shape
         if (tensor, pipeline) == (shape["tensor"], shape["pipeline"]):

@@ -127,13 +127,16 @@ def print_uncaught() -> None:
 
 
 def _leave(leave: SystemExit) -> NoReturn:
-    """Exits with the code of `leave`, which a hook cannot set in another way."""
+    """Exits with the exit code of `leave`. An exception hook cannot set the exit code in another way."""
     sys.stdout.flush()
     os._exit(_kept(leave.code))
 
 
 def _kept(code: object) -> int:
-    """Returns the exit code of `SystemExit(code)`. Systems keep 8 bits of it; an error must not become 0."""
+    """Returns the exit code that the system keeps of `SystemExit(code)`: the lowest 8 bits.
+
+    If these are 0 but `code` is not, the result is 1, so that an error does not look like success.
+    """
     if not isinstance(code, int):
         return 0 if code is None else 1
     return code & 0xFF or int(code != 0)

@@ -32,9 +32,9 @@ _LONG_CHARS = 120
 
 
 def read_environment(environ: Mapping[str, str], *, search_path: Iterable[str] = sys.path) -> dict[str, Any]:
-    """Returns the variables that change how a rank runs, without secrets, and facts about the node and its packages.
+    """Returns the environment variables that change how a rank runs, and facts about the node and its packages.
 
-    Long values are replaced by their hashes, since the facts of every rank are sent to all ranks.
+    Secrets are left out. Long values are replaced by their hashes, since the facts of each rank are sent to all ranks.
     """
     variables = {
         name: text
@@ -75,7 +75,7 @@ def _processor() -> str:
 
 
 def judge_variables(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns one warning per variable that differs between ranks. Pure."""
+    """Returns one warning per environment variable that differs between ranks. Pure."""
     by_rank = [facts.get("environment", {}).get("variables", {}) for facts in facts_by_rank]
     findings = []
     for name in sorted({name for variables in by_rank for name in variables}):
@@ -103,9 +103,9 @@ _SLOW_LOCAL_S = 30.0
 
 
 def read_start(*, proc: Path = Path("/proc")) -> dict[str, Any]:
-    """Returns the seconds since this process started, and the filesystem of its Python environment.
+    """Returns the seconds since this process started, and the filesystem that holds its Python environment.
 
-    Call it as soon as the imports are done.
+    Call this function as soon as the imports are done, so that the seconds are the duration of the start.
     """
     filesystem = filesystem_of(Path(sys.prefix))
     facts: dict[str, Any] = {"kind": filesystem.kind, "is_shared": filesystem.is_shared, "prefix": sys.prefix}
@@ -151,7 +151,7 @@ TOPIC = "cores"
 
 
 def probe_cores(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, Any]:
-    """Returns the hardware threads and cores that this rank may use, its CPU limit, and the NUMA nodes of the cores."""
+    """Returns the hardware threads and cores that this rank may use, its CPU limit, and its number of NUMA nodes."""
     mine = read_cores(root)
     nodes = {path.name: (path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
     return {
@@ -186,7 +186,7 @@ def judge_cores(facts_of_host: Sequence[Facts], *, ranks: Sequence[int]) -> Find
         f"{thread_text} thread{'s' if thread_text != '1' else ''} each"
     )
     if num_ranks > len(usable):
-        cure = "ranks wait for each other's cores: start fewer ranks, or do not use this for measurements"
+        cure = "ranks wait for each other's cores: start fewer ranks, or measure no speed on this machine"
         if of_machine > len(usable):
             cure = (
                 f"the ranks are bound to {len(usable)} of the machine's {of_machine} cores: use mpirun "
@@ -239,7 +239,7 @@ _MAX_SKEW_S = 1.0
 
 
 def sample_clock(comm: Collective) -> list[tuple[float, float]]:
-    """Returns this node's time before and after each of several barriers, in seconds. Collective."""
+    """Returns this node's clock times, in seconds, before and after each of several barriers. Collective."""
     samples = []
     for _ in range(_ROUNDS):
         before_s = time.time()
@@ -253,8 +253,10 @@ def skew_bounds(
 ) -> tuple[float, float]:
     """Returns the lower and upper bound of this clock's lead over the reference clock, in seconds. Pure.
 
-    In true time, every rank leaves a barrier after every rank has entered it. Therefore one clock's entry, less its
-    lead, is not after the other clock's exit, and vice versa.
+    mine, reference: the times from `sample_clock` by this clock and by the reference clock. In true time, every rank
+    leaves a barrier after every rank has entered it. Therefore this clock's time of entry, less its lead, is not after
+    the reference clock's time of exit; and the reference clock's time of entry is not after this clock's time of exit,
+    less its lead.
     """
     least = max(before - other_after for (before, _), (_, other_after) in zip(mine, reference, strict=True))
     greatest = min(
@@ -264,7 +266,7 @@ def skew_bounds(
 
 
 def judge_clocks(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns the finding about the hosts' clocks, compared with the clock of rank 0's host. Pure."""
+    """Returns the finding about the clocks of the hosts, each compared with the clock of rank 0's host. Pure."""
     samples = {facts["host"]: facts["clock"] for facts in reversed(facts_by_rank) if facts.get("clock")}
     reference = facts_by_rank[0]["host"]
     if len(samples) < 2 or reference not in samples:

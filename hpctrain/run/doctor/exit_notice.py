@@ -2,7 +2,7 @@
 
 If MPI cannot start, it ends the process without running Python code. A rank that waits for missing ranks waits in C
 code that holds the GIL, so that no Python thread runs. The message is therefore sent in advance to a small helper
-process, which prints it if this process ends or does not answer in time.
+process. The helper prints the message if this process ends, or does not cancel the message in time.
 """
 
 from __future__ import annotations

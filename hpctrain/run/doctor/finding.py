@@ -21,7 +21,14 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the doctor's report. `remedy` is empty if nothing has to be done."""
+    """One line of the doctor's report.
+
+    Attributes:
+        topic: What was checked.
+        level: How serious the finding is.
+        text: What was found.
+        remedy: What to do; empty if nothing has to be done.
+    """
 
     topic: str
     level: Severity
@@ -45,7 +52,7 @@ def problem(topic: str, text: str, remedy: str) -> Finding:
 
 
 def worst_severity(findings: list[Finding]) -> Severity:
-    """Returns the highest level among the findings; OK if there are none."""
+    """Returns the most severe level among the findings; OK if there are no findings."""
     order = (Severity.OK, Severity.WARNING, Severity.PROBLEM)
     return max((finding.level for finding in findings), key=order.index, default=Severity.OK)
 

@@ -72,7 +72,7 @@ def _sums(facts: Facts) -> list[Finding]:
     return [
         warning(
             "sums on a node",
-            "numpy computes them, since hpctrain's C code was not compiled when it was installed",
+            "numpy computes the sums, since hpctrain's C code was not compiled when it was installed",
             "install a C compiler and Python's headers, then hpctrain again (make setup), for sums in half the time",
         )
     ]
@@ -154,7 +154,7 @@ def _horovod(facts: Facts) -> Finding:
     if "mpi" not in built:
         return warning(
             "Horovod",
-            f"{text}, not MPI",
+            f"{text}, but not with MPI",
             "ranks from mpirun or srun need Horovod built with HOROVOD_WITH_MPI=1: make setup does this",
         )
     if facts["torch"].get("devices") and "nccl" not in built:
@@ -257,9 +257,9 @@ def _packages(environment: Facts) -> str:
 
 
 def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Merges equal findings of several ranks. If only some ranks have a finding, their numbers precede its text.
+    """Merges equal findings of several ranks. If only some ranks have a finding, its text begins with these ranks.
 
-    Of OK findings with different texts (free space, for example) only that of the lowest rank is kept.
+    Of OK findings on one topic with different texts (free space, for example), only that of the lowest rank is kept.
     """
     ranks_by_finding: dict[Finding, list[int]] = {}
     for rank, facts in enumerate(facts_by_rank):

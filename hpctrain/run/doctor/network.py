@@ -1,4 +1,4 @@
-"""Checks InfiniBand and other RDMA networks: whether MPI uses them, and whether processes may fork there."""
+"""Checks InfiniBand and other RDMA networks: whether MPI uses them, and whether forking a process is safe with them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAFE_FORK = "start processes afresh (multiprocessing_context='spawn'), as hpctr
 
 
 def read_network(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, Any]:
-    """Returns the ports of RDMA devices, whether this process may open the devices, and variables about transports.
+    """Returns the ports of RDMA devices, whether this process may open them, and variables that choose transports.
 
     root: the directory that contains `sys` and `dev`.
     """
@@ -59,7 +59,7 @@ def read_network(environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[
 
 
 def judge_network(facts: Facts) -> list[Finding]:
-    """Returns the findings about the RDMA network of a rank's node: use of TCP instead of it, and forking. Pure."""
+    """Returns the findings about the RDMA network of a rank's node: whether MPI uses it, and fork safety. Pure."""
     network = facts.get("network")  # missing in the facts of an older hpctrain
     if network is None:
         return []
@@ -105,7 +105,7 @@ def _transport(shown: str, network: Mapping[str, Any], transports: list[str]) ->
 
 
 def keeps_to_tcp(variables: Mapping[str, str]) -> str | None:
-    """Returns the setting, as NAME=VALUE, that keeps MPI from using an RDMA network; None if none does. Pure."""
+    """Returns the setting, as NAME=VALUE, that keeps MPI from using an RDMA network; None if no variable does. Pure."""
     pml, btl = variables.get("OMPI_MCA_pml", ""), variables.get("OMPI_MCA_btl", "")
     if pml == "ob1" and btl and not btl.startswith("^") and not _RDMA_BTLS & set(btl.split(",")):
         return f"OMPI_MCA_pml={pml} with OMPI_MCA_btl={btl}"
@@ -121,7 +121,7 @@ def keeps_to_tcp(variables: Mapping[str, str]) -> str | None:
 
 
 def _fork(network: Mapping[str, Any], mpi: Mapping[str, Any]) -> Finding:
-    """Judges what happens to memory that is registered with a device if this process forks."""
+    """Returns the finding about what a fork of this process does to memory registered with an RDMA device."""
     topic = "fork safety"
     state = mpi.get("rdma_fork")
     asked = any(network["variables"].get(name, "0") != "0" for name in ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE"))
@@ -158,7 +158,10 @@ _RAISE = "LimitNOFILE of slurmd's unit, or /etc/security/limits.conf"
 
 
 def read_limits() -> dict[str, Any]:
-    """Returns this process's soft and hard limits, None for unlimited, and the memory of this machine in bytes."""
+    """Returns this process's limits of open files and locked bytes, and the memory of this machine in bytes.
+
+    Each limit is a pair of soft and hard limit, where None is unlimited.
+    """
     return {
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "locked_bytes": _limit(resource.RLIMIT_MEMLOCK),

@@ -36,10 +36,10 @@ def inspect_rank(
     num_checkpoints: int = 3,
     checkpoint_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the facts about this rank by topic. A missing or broken component has the key `error`.
+    """Returns the facts about this rank by topic. The facts about a missing or broken component have the key `error`.
 
-    Call it as soon as the imports are done, since they are timed. num_checkpoints, checkpoint_bytes: see
-    `read_run_directory`.
+    Call this function as soon as the imports are done, since the imports are timed. num_checkpoints, checkpoint_bytes:
+    see `read_run_directory`.
     """
     start = read_start()
     return {

@@ -27,10 +27,10 @@ _MAX_RUNS = 100  # runs of a folder that are searched for checkpoints, at most
 def read_run_directory(
     directory: Path, *, num_checkpoints: int = 3, checkpoint_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Returns facts about the filesystem of `directory`, which need not exist yet; `error` if it cannot be written.
+    """Returns facts about the filesystem of `directory`, which need not exist yet.
 
-    num_checkpoints: the number of checkpoints that are kept. checkpoint_bytes: the size of one; None: the size of the
-    newest checkpoint found there.
+    The key `error` is set if the directory cannot be written. num_checkpoints: the number of checkpoints that are kept.
+    checkpoint_bytes: the size of one checkpoint; None: the size of the newest checkpoint in the directory.
     """
     facts: dict[str, Any] = {"path": str(directory), "num_checkpoints": num_checkpoints}
     try:
@@ -59,7 +59,7 @@ def read_run_directory(
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """Returns the checkpoints of this run, or of the latest run in this folder, the newest last."""
+    """Returns the checkpoints of the run in `directory`, or of the latest run in its subfolders, the newest last."""
     places = [directory / "checkpoints"]
     if not places[0].is_dir():
         runs = [path for path, _ in zip(directory.glob("*/checkpoints"), range(_MAX_RUNS), strict=False)]
@@ -94,9 +94,10 @@ def stripe_count(text: str) -> int | None:
 
 
 def look_for_rank_0s_file(world: World, facts: dict[str, Any], *, checks: bool) -> None:
-    """Adds to this rank's facts as `seen` whether it sees a file that rank 0 creates in the run directory. Collective.
+    """Checks whether this rank sees a file that rank 0 creates in the run directory. Collective.
 
-    checks: whether this rank looks for the file; one rank per node suffices.
+    Stores the answer as `seen` in this rank's facts about the run directory. checks: whether this rank looks for the
+    file; one rank per node suffices.
     """
     disk = facts["run_directory"]
     made = None
@@ -153,7 +154,9 @@ def _space(disk: dict[str, Any]) -> Finding:
     text = f"{disk['path']}: {disk['kind']}, {size_text(disk['free_bytes'])} free"
     if disk["kind"] in _IN_MEMORY:
         return warning(
-            TOPIC, text, "this is memory: runs and checkpoints are lost at a restart of the machine"
+            TOPIC,
+            text,
+            "this filesystem is in memory: runs and checkpoints are lost at a restart of the machine",
         )
     size = disk.get("checkpoint_bytes")
     if size is None:

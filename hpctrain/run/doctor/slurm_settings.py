@@ -1,8 +1,6 @@
-"""Checks the Slurm settings that decide whether a stopped run has its state saved and is requeued.
+"""Checks the Slurm settings that decide whether the state of a stopped run is saved and the run is requeued.
 
-Asked once, by rank 0.
-
-Meaning of each setting: slurm.conf(5) and cgroup.conf(5).
+Rank 0 asks Slurm once. The settings are explained in slurm.conf(5) and cgroup.conf(5).
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ _SETTINGS = (
 
 
 def ask_slurm(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns Slurm's settings, and this job and its partition; {} without Slurm.
+    """Returns Slurm's settings, and facts about this job and its partition; {} without Slurm.
 
-    It takes at most three short requests to the controller. `error` is set if the controller does not answer.
+    The controller gets at most three short requests. The key `error` is set if the controller does not answer.
     """
     job, partition = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_PARTITION")
     if shutil.which("scontrol") is None:
@@ -64,9 +62,9 @@ def _scontrol(*words: str) -> str:
 
 
 def judge_slurm(facts: Mapping[str, Any] | None, *, mpi_library: str = "") -> list[Finding]:
-    """Returns the findings about Slurm's settings.
+    """Returns the findings about Slurm's settings. Pure.
 
-    `mpi_library` is the name that the MPI library gives itself. Pure.
+    facts: the result of `ask_slurm`. mpi_library: the name that the MPI library gives itself.
     """
     if not facts:
         return []
@@ -88,10 +86,10 @@ def judge_slurm(facts: Mapping[str, Any] | None, *, mpi_library: str = "") -> li
         *_mpi_types(config, facts["mpi_types"], mpi_library),
         *_containment(config),
     ]
-    kept = "comes back" if config.get("JobRequeue") == "1" else "is not requeued"
+    kept = "is requeued" if config.get("JobRequeue") == "1" else "is not requeued"
     summary = (
-        f"{config.get('SLURM_VERSION', 'unknown version')}, a job of a lost node {kept}, a lost node is noticed after "
-        f"{config.get('SlurmdTimeout', 'an unknown time')}, KillWait {config.get('KillWait', 'unknown')}, "
+        f"{config.get('SLURM_VERSION', 'unknown version')}, a job that loses a node {kept}, a lost node is noticed "
+        f"after {config.get('SlurmdTimeout', 'an unknown time')}, KillWait {config.get('KillWait', 'unknown')}, "
         f"srun --mpi: {', '.join(facts['mpi_types']) or 'none'}"
     )
     return [ok("Slurm", summary), *findings]

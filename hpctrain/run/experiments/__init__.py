@@ -1,1 +1,1 @@
-"""Experiments that compare a training with itself: on other numbers of ranks, in micro-batches, resumed, repeated."""
+"""Experiments that compare runs of one training: on one rank and on all, in micro-batches, resumed and repeated."""

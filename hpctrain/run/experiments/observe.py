@@ -1,4 +1,4 @@
-"""Runs the experiments on a subject, from the first trial to the observations. Collective."""
+"""Runs all experiments with a `Subject`, a user's training, and returns the observations. Collective."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ class Experiments:
     # ------------------------------------------------------------------ the experiments
 
     def observe(self) -> Observations:
-        """Runs all experiments. Raises the error of the first trial on one rank, which trains as a run would."""
+        """Runs all experiments and returns what was observed.
+
+        Raises an error on every rank if the first trial, a normal run on one rank, fails without a known cause.
+        """
         first_state = OwnState.of(self._subject.variables())
         one = self._first(first_state)
         if isinstance(one, Failure):
@@ -132,7 +135,7 @@ class Experiments:
     def _first(self, first_state: OwnState) -> Ran | Failure:
         """Runs the reference trial: on one rank, in float64 if the model supports it.
 
-        Returns the failure instead if hpctrain refuses a step for a known cause.
+        Returns a `Failure` instead if a step raises an error of hpctrain with a known cause.
         """
         for double in (True, False):
             self._tolerance = TOLERANCE if double else TOLERANCE_FLOAT32
@@ -173,7 +176,7 @@ class Experiments:
         return ran
 
     def _with_losses(self, trace: RunTrace, *, on_ranks: bool) -> RunTrace:
-        """Replaces the loss of each step by the loss over all ranks."""
+        """Returns `trace` with each step's loss replaced by the loss over all ranks; unchanged if not `on_ranks`."""
         if not on_ranks:
             return trace
         mine = [[step.loss, len(step.rows.hashes)] for step in trace.steps]
@@ -193,7 +196,7 @@ class Experiments:
     def _compared(
         self, reference: Ran, other: Ran, *, samples: bool = True, from_step: int = 1
     ) -> TrialComparison:
-        """Compares two trials on each rank, and merges the results."""
+        """Compares two trials on each rank, and merges the comparisons of all ranks. Collective."""
         mine = compare_traces(
             reference.trace, other.trace, tolerance=self._tolerance, samples=samples, from_step=from_step
         )
@@ -202,9 +205,9 @@ class Experiments:
         )
 
     def _draws(self, trace: RunTrace) -> list[str]:
-        """Returns the generators that any rank used.
+        """Returns the random number generators that any rank used in the steps of its trace. Collective.
 
-        Collective, since threads that read ahead draw at different times.
+        The ranks may differ, since threads that read ahead draw numbers at different times.
         """
         mine = sorted({name for step in trace.steps for name in step.draws})
         return sorted({name for names in all_gather_json(self._session.world, mine) for name in names})
@@ -230,7 +233,7 @@ class Experiments:
         )
 
     def _own_draws_matter(self, one: Ran, generators: Sequence[str]) -> bool:
-        """Returns True if training differs when the user's own generators draw other numbers."""
+        """Returns True if the training changes when the user's own generators draw other numbers. Collective."""
         if not any(all_gather_json(self._session.world, bool(generators))):
             return False
         self._say("1 rank, with other numbers of own generators")
@@ -285,7 +288,11 @@ class Experiments:
         return _OnRanks(natural, observed)
 
     def _tampered(self, trace: RunTrace) -> tuple[int, Residual] | None:
-        """Returns the first step whose gradients are not a multiple of the sum of backward's gradients. Collective."""
+        """Returns the first step in which the gradients that the optimizer gets are not what backward computed.
+
+        They should be a multiple of the sum of the ranks' gradients from backward. The result is the step, from 1, and
+        the distance from the closest multiple; None if there is no such step. Collective.
+        """
         counts = all_gather_json(self._session.world, len(trace.steps))
         names = all_gather_json(self._session.world, [sorted(s.own_gradients) for s in trace.steps])
         for number in range(min(counts)):
@@ -306,7 +313,11 @@ class Experiments:
     # ------------------------------------------------------------------ samples and probes
 
     def _not_finite(self, one: Ran, natural: Ran) -> list[str]:
-        """Returns what is first not finite, as text: on one rank with the module that causes it, else on all ranks."""
+        """Returns lines of text about the first values that are not finite. Collective.
+
+        If the run on one rank has such values, the lines are about that run, and name the module that causes them.
+        Otherwise they are about the run on all ranks.
+        """
         found = first_not_finite(one.trace)
         if any(all_gather_json(self._session.world, bool(found))):
             with self._trials.open(on_ranks=False) as trial:
@@ -348,7 +359,10 @@ class Experiments:
         return evaluation, apart, loss, self._poisoned()
 
     def _low_precision(self) -> list[LowPrecision]:
-        """Returns where a float64 model computes in a shorter dtype; the tolerance is then that of float32."""
+        """Returns the operations of a float64 model that compute in a shorter dtype. Collective.
+
+        If there are any with a shorter result, the tolerance is set to that of float32.
+        """
         if not self._trials.double:
             return []
         with self._trials.open(on_ranks=False) as trial:
@@ -359,7 +373,7 @@ class Experiments:
         return [entry for entry in low if self._subject.asks_double or not entry.is_mixed]
 
     def _poisoned(self) -> list[str]:
-        """Returns what is not finite after a step on a batch with NaN and a following normal step."""
+        """Returns the names of what is not finite after a step on a batch with NaN and then a normal step."""
         with self._trials.open(on_ranks=False) as trial:
             batch = trial.cleaned(_first_batch(trial))
             bad = trial.poisoned(batch)
@@ -398,7 +412,7 @@ def _first_batch(trial: Trial) -> Any:
 
 
 def _names_cause(failure: Failure | None) -> bool:
-    """Returns True for an hpctrain error in a step that names a cause."""
+    """Returns True if a step failed with an error of hpctrain whose class tells the cause."""
     return failure is not None and cause_of_error(f"{failure.kind}:") is not Cause.REFUSED
 
 
@@ -414,7 +428,7 @@ def _is_of_dtypes(text: str) -> bool:
 
 
 def _names_not_finite(trial: Trial) -> list[str]:
-    """Returns the parameters, buffers and values of the user that contain NaN or infinity."""
+    """Returns the names of the parameters, buffers and values of the user's objects that contain NaN or infinity."""
     trial.updater.wait_for_parameters()
     named = [*trial.model.named_parameters(), *trial.model.named_buffers()]
     found = [name for name, t in named if t.is_floating_point() and not bool(t.isfinite().all())]

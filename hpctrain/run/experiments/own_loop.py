@@ -36,8 +36,8 @@ class OwnLoop:
     """The training that a function given to `Session.check` has built.
 
     Attributes:
-        batches: This rank's batches, as an iterable or a function of the epoch. A batch is a tensor, a tuple, list or
-            mapping of tensors with the samples along dimension 0, or an `hpctrain.Batch`.
+        batches: An iterable of this rank's batches, or a function that takes the epoch and returns one. A batch is a
+            tensor, a tuple, list or mapping of tensors with the samples along dimension 0, or an `hpctrain.Batch`.
         step: A function that trains on one batch and returns its mean loss. It may take a keyword argument
             `micro_batches`, the number of parts over which it accumulates gradients.
         evaluate: A function that returns metrics of all ranks by name; None: evaluation is not checked.
@@ -54,19 +54,19 @@ Build = Callable[[Any], OwnLoop]
 
 
 def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: Path) -> CheckReport:
-    """Compares the training that `build` creates with itself, on one rank and on all ranks. Collective.
+    """Runs the training that `build` creates on one rank and on all ranks, and compares the runs. Collective.
 
-    Returns the causes of the differences.
+    Returns what was compared and the causes of the differences.
 
     Args:
-        build: A function that is called with a session, which it uses instead of this one. It builds model, updater and
-            batches, and returns `(batches, step)`, `(batches, step, evaluate)` or `(batches, step, evaluate, also)`;
-            see `OwnLoop` and guides/check.md.
+        build: A function that takes a session and uses it instead of `session`. It builds model, updater and batches,
+            and returns `(batches, step)`, `(batches, step, evaluate)` or `(batches, step, evaluate, also)`; see
+            `OwnLoop` and guides/check.md.
         show: Whether rank 0 prints the result.
         scratch: A folder that all nodes share, for a few checkpoints, which are removed.
 
-    Raises UsageError on every rank on fewer than two ranks, or if the training fails on one rank; LaunchError if no
-    folder can be created in `scratch`; CheckpointError if the checkpoints cannot be written there.
+    Raises UsageError on every rank if there are fewer than two ranks or the training fails on one rank; LaunchError if
+    no folder can be created in `scratch`; CheckpointError if the checkpoints cannot be written there.
     """
     name = getattr(build, "__name__", type(build).__name__)
 
@@ -145,7 +145,7 @@ class LoopTrial:
 
     @contextlib.contextmanager
     def _dtype(self) -> Iterator[None]:
-        """Makes new tensors float64 in a check in float64, unless the code chooses another dtype."""
+        """Makes float64 torch's default dtype within the `with` block, if the trial computes in float64."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if self._double else before)
         try:
@@ -269,7 +269,10 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copies: int = 1) -> Any:
-    """Returns a batch in which `change` is applied to each tensor."""
+    """Returns the batch `value` with `change` applied to each tensor.
+
+    copies: the factor by which `global_samples` of an `hpctrain.Batch` is multiplied.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Batch):
@@ -291,7 +294,7 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], *, copie
 
 
 def _with_epochs(batches: Any) -> list[Any]:
-    """Returns the sampler and dataset of a DataLoader that must be told the epoch before it is read."""
+    """Returns `batches`, its samplers and its dataset, as far as they have a `set_epoch` to call before an epoch."""
     holders = [getattr(batches, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     return [holder for holder in [batches, *holders] if callable(getattr(holder, "set_epoch", None))]
 

@@ -34,9 +34,10 @@ def pass_over_samples(
 
     Args:
         one: The trace of a run in one process.
-        again: The trace of its repetition.
+        again: The trace of the same run, repeated.
         ranks: The trace of the run on all ranks.
-        resumes_equal: Whether a resumed run on one rank equals the one that was not stopped.
+        is_shuffled: Whether epochs should have different orders; None: unknown.
+        resumes_equal: Whether a resumed run on one rank equals the run that was not stopped.
     """
     world = trials.session.world
     with trials.open(on_ranks=False) as trial:
@@ -114,7 +115,7 @@ def pass_over_samples(
 
 
 def _read(trial: Trial, epoch: int, most: int) -> tuple[list[BatchRows], bool]:
-    """Reads up to `most` batches of an epoch. Returns their rows, and whether these are all."""
+    """Reads up to `most` batches of an epoch. Returns their samples, and whether these are all batches of the epoch."""
     found: list[BatchRows] = []
     with closing(closable(trial.batches(epoch))) as batches:
         for batch in itertools.islice(batches, most):
@@ -136,7 +137,7 @@ def _content(rows: Sequence[BatchRows]) -> dict[int, int]:
 
 
 def _changes(one: RunTrace, again: RunTrace) -> tuple[list[int], bool]:
-    """Returns the samples whose content differs between two runs, and whether steps of the two have other samples."""
+    """Returns the samples whose content differs between two runs, and whether a step has different samples in them."""
     found, unlike = [], False
     for first, second in zip(one.steps, again.steps, strict=False):
         if first.rows.names() != second.rows.names():
@@ -149,7 +150,14 @@ def _changes(one: RunTrace, again: RunTrace) -> tuple[list[int], bool]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnRandom:
-    """Facts about samples that random numbers of the dataset itself change; see `SampleFacts` for the fields."""
+    """Facts about samples that change because the dataset or sampler draws random numbers of its own.
+
+    Attributes:
+        changes: `content_changes` of `SampleFacts`.
+        unstable: `content_unstable` of `SampleFacts`.
+        order_changes: As in `SampleFacts`.
+        draws: As in `SampleFacts`.
+    """
 
     changes: Sequence[int] = ()
     unstable: Sequence[int] = ()
@@ -160,7 +168,8 @@ class OwnRandom:
 def _own_random(trials: Trials, whole: Sequence[BatchRows], *, may_compare: bool) -> OwnRandom:
     """Reads epoch 0 twice in a new trial, and compares it with `whole`, which another trial has read. Collective.
 
-    may_compare: whether samples without numbers are the same in each reading of the epoch, except for their order.
+    may_compare: whether each reading of the epoch should yield the same samples, in any order. Only then can samples
+    without indices in the dataset be compared.
     """
     with trials.open(on_ranks=False) as trial:
         with GeneratorWatch(trial.session.device) as watch:
@@ -180,7 +189,7 @@ def _own_random(trials: Trials, whole: Sequence[BatchRows], *, may_compare: bool
 def _contents_apart(
     first: Sequence[BatchRows], second: Sequence[BatchRows], *, may_compare: bool
 ) -> list[int]:
-    """Returns the samples whose content differs between two readings."""
+    """Returns the samples whose content differs between two readings of an epoch. may_compare: see `_own_random`."""
     if not first or not second:
         return []
     if first[0].indices is not None:
@@ -195,8 +204,9 @@ def _contents_apart(
 
 
 def _other_steps(one: RunTrace, by_rank: Sequence[Sequence[Sequence[int]]]) -> tuple[int, tuple[int, int]]:
-    """Returns the first step in which the ranks together get other samples than one process, and both numbers of
-    samples.
+    """Returns the first step, from 1, in which the ranks together get other samples than one process.
+
+    Also returns the number of samples of that step in one process and on all ranks. All are 0 if there is no such step.
     """
     for number in range(min(len(one.steps), *(len(rank) for rank in by_rank))):
         alone = sorted(one.steps[number].rows.names())

@@ -25,7 +25,8 @@ class BatchRows:
     Attributes:
         indices: The indices of the samples in the dataset; None if unknown.
         hashes: Hashes of the samples' content.
-        not_finite: (row, field) for rows with NaN or infinity.
+        not_finite: A pair (sample, field) for each field of a sample that has NaN or infinity. A sample is given by its
+            index in the dataset if the subject is a recipe, else by its row in the batch.
     """
 
     indices: Sequence[int] | None
@@ -38,9 +39,10 @@ class BatchRows:
 
 
 class Trial(Protocol):
-    """One training from its start, with its own objects.
+    """One run of a training from its start, with a model, an optimizer and other objects of its own.
 
-    Methods are collective over `session`, a `hpctrain.run.Session`, whose type is in a higher layer.
+    Methods are collective over `session`, an `hpctrain.run.Session`. It is typed `Any`, since that class is in a higher
+    layer.
     """
 
     session: Any
@@ -51,10 +53,10 @@ class Trial(Protocol):
     """The ranks that draw different random numbers; see `TrainingState`."""
 
     also: Mapping[str, Stateful | None]
-    """Other objects that are in its checkpoints, by name."""
+    """Other objects that the trial's checkpoints contain, by name."""
 
     is_split: bool
-    """The ranks hold parts of the model: gradients and parameters are compared where they are whole."""
+    """True if a rank holds only a part of the model. Gradients and parameters are compared where they are whole."""
 
     @property
     def batches_per_epoch(self) -> int: ...
@@ -63,7 +65,7 @@ class Trial(Protocol):
         """True if `batches` can start with any epoch. Otherwise each call continues with the next epoch."""
 
     def batches(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
-        """Yields this rank's batches of an epoch, after the first `skip`. Closing the iterator ends it early."""
+        """Yields this rank's batches of an epoch except for the first `skip`. Closing the iterator ends the epoch."""
 
     def step(self, batch: Any, *, micro_batches: int = 1) -> float:
         """Trains one step. Returns the mean loss of this rank's samples; see `Subject.loss_is_share`."""
@@ -74,7 +76,7 @@ class Trial(Protocol):
         """Returns some rows of a batch. A row may occur several times."""
 
     def repeated(self, batch: Any, copies: int) -> Any:
-        """Returns a batch that each of `copies` ranks computes completely, with a share of 1/copies on each."""
+        """Returns the batch for a step in which each of `copies` ranks computes all of it, with a share 1/`copies`."""
 
     def poisoned(self, batch: Any) -> Any | None:
         """Returns the batch with one NaN in each floating-point field; None if it has no such field."""
@@ -85,11 +87,12 @@ class Trial(Protocol):
     def loss(self, batch: Any) -> tuple[float, float | None]:
         """Returns the mean loss of a batch without training, and the weight that the task gives it.
 
-        The weight is in any unit; None if losses count by samples. Not collective on one rank.
+        The unit of the weight is the task's choice; None if losses are weighted by their numbers of samples. Not
+        collective in a trial on one rank.
         """
 
     def evaluate(self) -> Mapping[str, float] | None:
-        """Returns the metrics of an evaluation as in a run; None if there is none."""
+        """Evaluates as a run does, and returns the metrics; None if the training has no evaluation."""
 
     def roots(self) -> Mapping[str, Any]:
         """Returns the user's objects by name, which may hold state that is not in the checkpoint."""
@@ -100,9 +103,9 @@ class Trial(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How a trial differs from the run.
+    """How a trial differs from a run of the user.
 
-    double: whether it computes in float64. seed_change: the number that is added to the generators' seed.
+    double: whether the trial computes in float64. seed_change: the number that is added to the generators' seed.
     """
 
     double: bool = True
@@ -118,8 +121,8 @@ class Subject(Protocol):
         asks_double: Whether the user's run computes in float64.
         repeats_samples: Whether samples are drawn with replacement, so that repetitions are intended.
         is_shuffled: Whether epochs should have different orders; None: unknown.
-        loss_is_share: Whether `step` returns the loss times the rank's share of the global batch.
-        scratch: A folder that all ranks see.
+        loss_is_share: Whether `Trial.step` returns the mean loss times the rank's share of the global batch.
+        scratch: A folder that all ranks see, for the trials' checkpoints.
     """
 
     name: str
@@ -135,7 +138,7 @@ class Subject(Protocol):
         """Creates a trial. Collective over the session."""
 
     def variables(self) -> Mapping[str, Any]:
-        """Returns the variables of the user's modules by name, which a new process would initialise again."""
+        """Returns the global variables of the user's Python modules, which a new process would initialise again."""
 
 
 # A folder for the checkpoints of a check, removed afterwards.

@@ -84,13 +84,17 @@ class Conditions:
     """The conditions of a trial.
 
     Attributes:
-        on_ranks: Whether it runs on all ranks; otherwise each rank trains alone.
-        delayed: Whether each rank is delayed in different steps, and gradients are summed during backward.
+        on_ranks: Whether all ranks train together; otherwise each rank trains alone.
+        micro_batches: The number of micro-batches per step.
+        dropout: Whether dropout is on.
+        delayed: Whether the ranks are delayed before each step by different times, and gradients are summed during
+            backward.
         whole: Whether every rank computes all samples.
-        stop_at: The step at which the trial is stopped, then resumed with a new model.
-        carried: `generator` or `value`, the kind of values outside the checkpoint that are carried over into the
-            resumed trial.
-        stirred: How many numbers are drawn from the user's own generators before the first step.
+        seed_change: The number that is added to the generators' seed.
+        stop_at: The number of steps after which the trial is stopped and resumed with a new model; None: not stopped.
+        carried: Which of the user's values that the checkpoint lacks the resumed trial gets from the stopped one:
+            `generator`: random number generators; `value`: all others; None: none.
+        stirred: How many numbers are drawn from each of the user's own generators before the first step.
     """
 
     on_ranks: bool = False
@@ -109,12 +113,13 @@ class Ran:
     """The result of a trial.
 
     Attributes:
-        trace: The record of all steps, or of those after the resumption.
+        trace: The record of all steps; if the trial was resumed, of the steps after that.
         began: The user's own state at the start.
         ended: The user's own state at the end.
-        carried: The values that were carried over.
-        schedulers: For a trial on all ranks, the values of its learning rate schedulers at the end.
-        no_storage: The error of a storage that failed.
+        is_split: As in `Trial`.
+        carried: The kinds of the values that were carried over into the resumed trial, by path.
+        schedulers: For a trial on all ranks, the values of its learning rate schedulers at the end, as text by path.
+        no_storage: The error to show to the user if checkpoints could not be written or read; None otherwise.
     """
 
     trace: RunTrace
@@ -143,7 +148,10 @@ class Trials:
 
     @contextlib.contextmanager
     def open(self, *, on_ranks: bool, seed_change: int = 0, overlapped: bool = False) -> Iterator[Trial]:
-        """Creates a trial and closes it after the `with` block. `overlapped`: gradients are summed during backward."""
+        """Creates a trial and closes it after the `with` block.
+
+        on_ranks: whether all ranks train together. overlapped: whether gradients are summed during backward.
+        """
         session = together(self.session) if on_ranks else alone(self.session)
         if overlapped:
             sum_during_backward(session)
@@ -161,7 +169,7 @@ class Trials:
                     session.world.close()
 
     def _as_at_first(self) -> None:
-        """Restores the variables of the user's modules to their values before the first trial."""
+        """Restores the global variables of the user's Python modules to their values before the first trial."""
         now = OwnState.of(self.subject.variables())
         self._first_state.put_into(self.subject.variables(), now.changed_since(self._first_state))
 
@@ -321,7 +329,7 @@ def _failure(error: Exception, *, step: int) -> Failure:
 
 
 def _error_of_storage(error: HpctrainError, folder: Path) -> CheckpointError | None:
-    """Returns the error for the user if the storage caused `error`, which then says nothing about the training."""
+    """Returns the error to show to the user if the storage, not the training, caused `error`; None otherwise."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):

@@ -66,8 +66,8 @@ class Way:
     Attributes:
         choices: The numbers of micro-batches to try, ascending; the first one is used unless memory is short. Empty if
             a run would refuse this way; `refused` then says why.
-        needs: A function that calculates the memory for a number of micro-batches.
-        drops_reduction: Whether the recipe's section [reduction] must be removed.
+        needs: A function that takes a number of micro-batches and returns what a rank needs; None if refused.
+        drops_reduction: Whether the recipe's section [reduction] must be removed to use this way.
         is_current: Whether the recipe uses this way now.
     """
 
@@ -109,7 +109,10 @@ def usual_fit(way: Way) -> LayoutMemory | None:
 
 
 def fit_of(way: Way, *, memory: int) -> LayoutMemory | None:
-    """Returns the way with the fewest micro-batches that fit into `memory` bytes; None if none do or it is refused."""
+    """Returns the way with the fewest micro-batches with which it fits into `memory` bytes.
+
+    Returns None if it fits with none of its choices, or if a run would refuse it.
+    """
     usual, needs = usual_fit(way), way.needs
     if usual is None or needs is None or usual.needs.total <= memory:
         return usual
@@ -122,16 +125,16 @@ def fit_of(way: Way, *, memory: int) -> LayoutMemory | None:
 
 
 def first_that_fits(ways: Iterable[Way], *, memory: int) -> LayoutMemory | None:
-    """Returns the first way that fits into `memory` bytes, with more micro-batches if necessary; None if none does."""
+    """Returns the first way that fits into `memory` bytes, with more micro-batches if necessary; None if none fits."""
     fits = (fit_of(way, memory=memory) for way in ways)
     return next((fit for fit in fits if fit is not None), None)
 
 
 def best_of_families(ways: Iterable[Way], *, memory: int | None) -> list[Way]:
-    """Returns one way per family, the ways that differ only in activation checkpointing and schedule.
+    """Returns one way per family; ways of one family differ only in activation checkpointing and schedule.
 
-    It is the first that fits; if none does, the one that needs least; without `memory`, the first that is not refused.
-    The recipe's own way is always included.
+    This is the first way of the family that fits into `memory` bytes or, if none fits, the way that needs least. If
+    `memory` is None, it is the first way that is not refused. The recipe's own way is always included too.
     """
     families: dict[tuple[object, ...], list[Way]] = {}
     for way in ways:
@@ -159,7 +162,7 @@ def _least(fit: LayoutMemory) -> int:
 
 
 def describe_cost(fit: LayoutMemory) -> str:
-    """Returns what the way costs besides messages as text, such as `computes a third more; waits 27 %`."""
+    """Returns text about what a way costs besides communication, such as `computes a third more; waits 27 %`."""
     plan, costs = fit.way.plan, []
     again = COMPUTED_AGAIN[plan.activation_checkpointing]
     if again is None:
@@ -178,7 +181,7 @@ def describe_cost(fit: LayoutMemory) -> str:
 
 
 def recipe_lines(fit: LayoutMemory, *, micro_batches: int) -> list[str]:
-    """Returns the lines to write into the recipe; [] if it needs neither [parallel] nor other micro-batches.
+    """Returns the lines to write into the recipe; [] if it needs no section [parallel] and no other micro-batches.
 
     micro_batches: the number in the recipe's section [data].
     """
@@ -205,7 +208,7 @@ class MemoryEstimates:
     Attributes:
         device: `cpu` or `cuda`, where the run would train.
         own: The recipe's own plan, which is one of the ways.
-        memory: The bytes per rank; None if unknown.
+        memory: The bytes of memory that each rank may use; None if unknown.
         chosen: The first way that fits; None if none does.
         notes: What was assumed or could not be measured.
     """
@@ -231,10 +234,10 @@ def plan_memory(
 ) -> MemoryEstimates:
     """Returns what each way to split the recipe's model needs on `num_ranks` ranks.
 
-    The model is counted on the meta device. Its activations are measured on this process's CPU with training data, if
-    both are available. ranks_per_node: None: that of the section [slurm] if it is set there, else all ranks are on one
-    node. memory: the bytes per rank. Raises RecipeError if the recipe's task, model or optimizer cannot be created, or
-    if a run would refuse every way.
+    Parameters are counted on the meta device. Activations are measured on this process's CPU with training data, if
+    that is possible. ranks_per_node: if None, `slurm.tasks_per_node` of the recipe, or all ranks on one node if that is
+    not set. memory: the bytes of memory that each rank may use; None if unknown. Raises RecipeError if the recipe's
+    task, model or optimizer cannot be created, or if a run would refuse every way.
     """
     notes: list[str] = []
     topology = _topology(recipe, num_ranks, ranks_per_node)
@@ -331,7 +334,10 @@ def _tensor_plan(task: Task, *, note: Callable[[str], None]) -> TensorPlan:
 
 
 def _own_plan(recipe: Recipe, task: Task, tensor_plan: TensorPlan) -> tuple[ParallelPlan, str]:
-    """Returns the recipe's own plan. If it splits layers and the task has no tensor plan, also returns that reason."""
+    """Returns the recipe's own plan and, if it splits layers but the task has no tensor plan, a text that says so.
+
+    Otherwise the text is empty.
+    """
     keys, reason = recipe.parallel.model_dump(), ""
     if recipe.parallel.tensor > 1 and not tensor_plan:
         try:
@@ -365,7 +371,10 @@ def _data_of(recipe: Recipe, topology: Topology, *, note: Callable[[str], None])
 def _reductions(
     recipe: Recipe, model: torch.nn.Module, topology: Topology, *, on_gpu: bool
 ) -> Mapping[ShardKind, ReductionNeeds]:
-    """Returns the memory of the reductions that FSDP2 does not do. Refused settings are replaced by the usual ones."""
+    """Returns what reductions other than FSDP2's need, by what is sharded.
+
+    Settings that a run would refuse are replaced by the usual ones.
+    """
     asked = reduction_plan(recipe)
     trained = [p for p in model.parameters() if p.requires_grad]
     bucket_bytes = asked.bucket_bytes or DEFAULT_BUCKET_BYTES

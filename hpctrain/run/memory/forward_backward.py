@@ -48,9 +48,9 @@ _GROWTH = 2.5
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of tensors that operations create within the `with` block, until it is freed.
+    """Counts the bytes of the tensors that operations create within the `with` block, until their memory is freed.
 
-    Views share their memory, which counts once.
+    The memory that views share counts once.
 
     Args:
         known: Tensors whose memory is not counted.
@@ -128,12 +128,12 @@ def measure_activations(
     memory: int,
     sizes: Sequence[int] = (),
 ) -> dict[Recomputation, dict[int, int]]:
-    """Returns, for each kind of activation checkpointing, the peak bytes for two numbers of samples.
+    """Returns, for each kind of activation checkpointing, the peak bytes by number of samples, for two such numbers.
 
-    A batch with one sample gives one number. The first samples of `batch` are used. Unless `sizes` gives the numbers,
-    the first kind is measured with 2, 4, 8, ... samples, while the batch has as many and the next measurement is
-    expected to take less than `memory` bytes; the two largest numbers are then used for the other kinds. make_runner:
-    creates a runner with a new model.
+    There is only one number if the batch has one sample. The first samples of `batch` are used. `sizes` gives the
+    numbers of samples. If it is empty, the first kind is measured with 2, 4, 8, ... samples, as long as the batch has
+    as many and the next measurement is expected to take less than `memory` bytes. The two largest numbers are then used
+    for all kinds. make_runner: creates a runner with a new model.
     """
     measured: dict[Recomputation, dict[int, int]] = {}
     for way in ways:
@@ -179,9 +179,10 @@ class _Bytes:
 def measure_layers(
     runner_of: RunnerOf, layers: Sequence[nn.Module], batch: Batch, *, sizes: Sequence[int]
 ) -> LayerActivations:
-    """Returns the memory of the layers and the loss, measured with `sizes` of the first samples of `batch`.
+    """Returns the memory of the layers and the loss. sizes: how many of the first samples of `batch` to measure with.
 
-    The task's loss must call its model once, with one tensor, from which the layers are called one after another.
+    The task's loss must call its model once, with one tensor. This is the input of the first layer; the output of each
+    layer is the input of the next one.
     """
     measured = {samples: _measured(runner_of, layers, first_of(batch, samples)) for samples in sizes}
     found = [dict(zip(measured, of_layer, strict=True)) for of_layer in zip(*measured.values(), strict=True)]
@@ -320,7 +321,7 @@ def leave_one_part(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence:
 
 
 def _on_parts(model: nn.Module, plan: TensorPlan) -> dict[str, str]:
-    """Returns how each module that has a part of the sequence is computed, by name."""
+    """Returns the modules that compute a part of the sequence, by name: `sequence` or `sequence-gathered`."""
     found = {}
     for how in ("sequence", "sequence-gathered"):
         # By their patterns alone: those of layers that are split are found in the same way.
@@ -363,11 +364,11 @@ def _weight_dim(module: nn.Module, how: str) -> int:
 def counted_messages(
     model: nn.Module, plan: TensorPlan, *, samples: int, sequence: bool = False
 ) -> Iterator[Callable[[], TensorMessages]]:
-    """Counts what the ranks of a tensor group would sum in a forward of `samples` samples within the `with` block.
+    """Counts the bytes that the ranks of a tensor group would sum for a forward of `samples` samples in the block.
 
-    Yields a function that returns the sums afterwards. The output of a `row` module is summed in forward, the gradient
-    of the input of a `column` module in backward. With `sequence` both are scattered or gathered in both directions
-    instead, which counts half a sum each.
+    Yields a function that returns the bytes per sample after the block. The output of a `row` module is summed in
+    forward, the gradient of the input of a `column` module in backward. With `sequence`, both are scattered or gathered
+    in forward and in backward instead; each of these counts as half a sum.
     """
     blocks = repeated_blocks(model)
     sums = {"forward": 0.0, "in_blocks": 0.0, "backward": 0.0}
@@ -424,16 +425,16 @@ def measure_forward_backward(
 
     Args:
         savings: The kinds of activation checkpointing that the model supports.
-        plans: The ways to split it. Of those with split layers, and of those that also split sequences, the one with
-            the fewest ranks is measured.
-        besides: Bytes per sample that do not count here but occupy the run's device.
+        plans: The ways to split the model. Of the ways with split layers, only the one with the smallest tensor group
+            is measured; likewise of the ways that also split sequences.
+        besides: Bytes per sample that are not measured here but occupy memory of the run's device.
     """
     free = psutil.virtual_memory().available
     model_bytes = _COPIES * sizes.num_bytes + sizes.buffer_bytes
     if model_bytes > free:
         note(
             f"activations were not measured and count as 0: model and gradients take {model_bytes / 1e9:.3g} GB, "
-            f"of which this machine has {free / 1e9:.3g} GB free"
+            f"but this machine has only {free / 1e9:.3g} GB free"
         )
         return Measured()
     makers = _Makers(recipe, make_task)
@@ -501,7 +502,7 @@ def _layers(
 
 
 def _messages(runner: TaskRunner, plan: ParallelPlan, batch: Batch) -> TensorMessages:
-    """Returns what the ranks of a tensor group send each other. `runner` has the whole model."""
+    """Returns what the ranks of a tensor group send each other. runner: a runner with the whole model."""
     counting = counted_messages(
         runner.model, plan.tensor_plan, samples=batch.num_samples, sequence=plan.sequence
     )

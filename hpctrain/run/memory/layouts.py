@@ -31,15 +31,18 @@ def ways_to_split(
     """Returns the ways to split a model, those that usually cost least time first.
 
     Args:
-        tensor_plan: The task's plan; None: its layers cannot be split.
-        in_stages: Whether the task names its layers.
-        stages_of_parts: Pairs of pipeline size and tensor group size to combine.
-        offload: Whether ranks have GPUs.
+        tensor_plan: The task's plan for splitting layers; None: the layers cannot be split.
+        in_stages: Whether the task names its layers, so that they can be divided into pipeline stages.
+        stages_of_parts: The pairs (pipeline size, tensor group size) for pipelines with split layers.
+        offload: Whether to include offload, because the ranks have GPUs.
 
-    The order: whole parameters, with more and more activations recomputed; sharded parameters, which are sent once
-    more, within nodes if the ranks of a node can share them; split layers, which send activations within a node, then
-    also split sequences if the task supports that; pipelines, whose ranks wait for each other; pipelines with split
-    layers; last, offload, which copies from host memory.
+    The order:
+
+    - whole parameters, with more and more activations recomputed
+    - sharded parameters, which are sent once more; within nodes if the ranks of a node can share them
+    - split layers, which send activations within a node; then also split sequences, if the task supports that
+    - pipelines, whose ranks wait for each other; then pipelines with split layers
+    - offload, which copies from host memory
     """
     found = _sharded(topology)
     if tensor_plan:
@@ -117,7 +120,7 @@ def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[ShardKind, W
 
 
 def _stage_shards(topology: Topology, *, pipeline: int, tensor: int) -> list[tuple[ShardKind, Within]]:
-    """Returns what of a stage can be sharded over its data-parallel ranks, and whether within nodes."""
+    """Returns what of a pipeline stage can be sharded over the stage's data-parallel ranks, and within what."""
     found: list[tuple[ShardKind, Within]] = [("none", "world")]
     replicas = topology.num_ranks // (pipeline * tensor)
     if replicas == 1:
@@ -146,8 +149,8 @@ def _divisors(number: int) -> list[int]:
 def micro_batch_choices(plan: ParallelPlan, *, samples: int, at_least: int) -> Sequence[int]:
     """Returns the numbers of micro-batches to try for a rank's `samples`, ascending; empty if there are none.
 
-    at_least: the number in the recipe; 1 if it has none. All micro-batches of a pipeline have the same size. If the
-    recipe has no number, there are enough to keep the pipeline's ranks busy, or as many as possible.
+    at_least: the number in the recipe; 1 if the recipe has none. All micro-batches of a pipeline have the same size. If
+    `at_least` is 1, only numbers that keep the pipeline's ranks busy are tried or, without such numbers, the largest.
     """
     if plan.pipeline == 1:
         return list(_without_pipeline(samples=samples, at_least=at_least))
@@ -176,7 +179,7 @@ def _can_have(plan: ParallelPlan, micro_batches: int) -> bool:
 
 
 def with_micro_batches(plan: ParallelPlan, micro_batches: int) -> ParallelPlan:
-    """Returns the plan with this number of micro-batches, if it has a pipeline."""
+    """Returns the plan with this number of micro-batches if it has a pipeline, else the plan itself."""
     return replace(plan, micro_batches=micro_batches) if plan.pipeline > 1 else plan
 
 

@@ -28,7 +28,7 @@ _SMALL = 4
 
 
 class StateSize(NamedTuple):
-    """The optimizer state of one parameter: bytes of the tensors that have its shape, and of the others."""
+    """The optimizer state of one parameter: the bytes of tensors with the parameter's shape, and of other tensors."""
 
     like_parameter: int
     other: int
@@ -39,14 +39,16 @@ def model_on_meta(
 ) -> torch.nn.Module:
     """Returns the task's model on the meta device. Raises RecipeError if the task cannot build it.
 
-    note: reports if the model had to be built on the CPU first, which takes its memory.
+    note: called with a text if the model has to be built on the CPU first, which takes memory for the whole model.
     """
     try:
         with META:
             return build_model(recipe, make_task(), device=META)
     except HpctrainError as error:
         model = build_model(recipe, make_task(), device=META)
-        note(f"the model was built on the CPU to be counted, since it cannot be on the meta device: {error}")
+        note(
+            f"the model was built on the CPU to be counted, since it cannot be built on the meta device: {error}"
+        )
         return model
 
 
@@ -84,8 +86,8 @@ def optimizer_state(
 ) -> dict[torch.Tensor, StateSize]:
     """Returns the size of the optimizer state of each trainable parameter, after a step on the meta device.
 
-    An optimizer that needs values is tried with small parameters of the same number of dimensions. Raises RecipeError
-    if it cannot be created.
+    If the step needs values, which the meta device lacks, the optimizer is tried on the CPU with small parameters of
+    the same numbers of dimensions. Raises RecipeError if the optimizer cannot be created.
     """
     optimizer = build_optimizer(model, section)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -148,7 +150,10 @@ class TrainingData:
 def read_training_data(
     recipe: Recipe, *, micro_batch: int, note: Callable[[str], None]
 ) -> TrainingData | None:
-    """Returns about `micro_batch` samples of the training data; None, with a note, if they cannot be read."""
+    """Returns the first `micro_batch` samples of the training data, but at least 4 and at most 16 if there are as many.
+
+    Returns None, with a note, if they cannot be read.
+    """
     section = recipe.data
     try:
         io = "auto" if section.io == "collective" else section.io

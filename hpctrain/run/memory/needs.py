@@ -31,7 +31,7 @@ def stage_activations(
 
     Forward of a micro-batch keeps what its stage needs for backward. For each micro-batch PyTorch also holds buffers
     for what arrives: activations from the stage before, and gradients from the stage after. place: the rank's index in
-    the pipeline, which is also the number of its first stage. samples: the samples per micro-batch.
+    the pipeline, which is also the index of its first stage. samples: the number of samples per micro-batch.
     """
     own = [layers_of for number, layers_of in enumerate(stages.layers) if number % plan.pipeline == place]
     kept = [sum(layers.kept[layer].at(samples) for layer in of_stage) for of_stage in own]
@@ -46,9 +46,10 @@ def stage_activations(
 
 
 def chunks_in_flight(plan: ParallelPlan, *, place: int, micro_batches: int) -> int:
-    """Returns the largest number of forwards whose backward has not run yet, over micro-batches and the rank's stages.
+    """Returns how many forwards of the rank wait for their backward at the same time, at most.
 
-    It follows the schedules of torch.distributed.pipelining: the forwards before the first backward, and one more.
+    The forward of one micro-batch in one of the rank's stages counts as one. The number follows the schedules of
+    torch.distributed.pipelining: the forwards before the first backward, and one more.
     """
     after = plan.pipeline - 1 - place
     if plan.schedule == "gpipe":
@@ -67,7 +68,7 @@ def boundary_bytes(stages: StageSizes, layers: LayerActivations) -> list[float]:
 
 
 def _arriving(plan: ParallelPlan, stages: StageSizes, layers: LayerActivations, *, place: int) -> float:
-    """Returns the bytes per sample that the rank receives."""
+    """Returns the bytes per sample that the rank receives from stages on other ranks."""
     between = boundary_bytes(stages, layers)
     numbers: Sequence[int] = range(place, len(stages.layers), plan.pipeline)
     found = 0.0
@@ -103,8 +104,8 @@ def sent_in_a_step(plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, micr
 def _of_shards(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
     """Returns what a rank sends per micro-batch with sharded parameters.
 
-    Blocks are gathered in forward and, except for the last one, in backward; the remaining parameters in forward. All
-    gradients are reduced.
+    Blocks are gathered in forward and, except for the last one, in backward. Parameters outside blocks are gathered in
+    forward. All gradients are reduced.
     """
     local = model.part(plan.tensor)
     blocks = local.blocks()
@@ -162,7 +163,8 @@ def _of_pipeline(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
     """Returns what a rank of a pipeline sends per step.
 
     These are activations and their gradients between stages, and the sum of gradients over the replicas. With a sharded
-    optimizer gradients go to their owners, who send as many bytes of parameters. Sharded parameters are gathered once.
+    optimizer, gradients are sent to their owners, who send as many bytes of parameters. Sharded parameters are gathered
+    once per step.
     """
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
     found = []
@@ -202,22 +204,23 @@ _SUMMED_AT_ONCE = 25_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The bytes that the rank with the highest need holds, for one number of micro-batches.
+    """The memory in bytes of the rank that needs most, for one way and one number of micro-batches.
 
     Attributes:
         parameters: The rank's parameters.
         gradients: The rank's gradients.
         optimizer: The rank's optimizer state.
         reduction: Messages, and gradients in transit.
-        gathered: Parameters of blocks that are whole while they are computed.
-        gathered_gradients: Gradients of blocks that are whole while they are computed.
-        accumulated: Gradients that stay whole until the last micro-batch.
+        buffers: The model's buffers, and the averages of the parameters.
+        gathered: For sharded parameters, the whole parameters of blocks while the blocks are computed.
+        gathered_gradients: For sharded parameters, the whole gradients of blocks while the blocks are computed.
+        accumulated: Whole gradients that are kept until the last micro-batch, though the rank owns only a part.
         data: The batches in memory.
         snapshot: The copy of the state for a save in the background.
         activations: The peak of the activations, at the start of backward; None if not measured.
         late_activations: The activations at the end of backward.
         update: Temporary tensors of the optimizer's step.
-        start: The whole model before it is split.
+        start: The peak at the start of the run, while the rank holds the whole model.
         gradients_stay: Whether the gradients also occupy memory at the start of backward.
         host: For a GPU rank with offload, the bytes in host memory, which do not count as GPU memory.
         sent: What the rank sends to other ranks per step.
@@ -358,7 +361,10 @@ def _of_sharded_optimizer(
 def _of_stages(
     plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, place: int, micro_batches: int
 ) -> Needs:
-    """Returns what the rank with the stage `place`, and `place + pipeline` if it has two, needs."""
+    """Returns what the rank with index `place` in a pipeline needs.
+
+    Its stages are `place` and, if it has two stages, `place + pipeline`.
+    """
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
     own = model.on_place(place, stages=stages, pipeline=plan.pipeline).part(plan.tensor)
     samples = run.samples(ranks_of_a_sample=plan.pipeline * plan.tensor) // micro_batches
@@ -425,7 +431,10 @@ def _optimizer(model: ModelSizes, parts: int) -> int:
 
 
 def _start(model: ModelSizes, *, parts: int = 0) -> int:
-    """Returns the bytes of the whole model plus those of the parts made from it, or of the copies that rank 0 sends."""
+    """Returns the bytes of the whole model plus those of the parts made from it or of the copies that rank 0 sends.
+
+    Of the parts and the copies, the larger ones count.
+    """
     largest = max((p.num_bytes for p in model.parameters), default=0)
     copies = min(model.num_bytes, max(largest, MESSAGE_BYTES))
     return model.num_bytes + model.buffer_bytes + max(parts, copies)
@@ -455,9 +464,9 @@ def _snapshot(model: ModelSizes, run: RunSizes) -> int:
 def _whole_blocks(model: ModelSizes) -> tuple[int, int]:
     """Returns the peak bytes of parameters, and of gradients, that FSDP2 holds whole in backward.
 
-    Parameters outside blocks stay whole from forward on, and get their gradients until backward ends. For a block these
-    are its parameters and gradients, the parameters of the next block, and the gradients of the block before in the
-    buffer that is sent.
+    Parameters outside blocks stay whole from forward on, and get their gradients until backward ends. While FSDP2
+    computes a block, it holds the parameters and gradients of the block, the parameters of the next block, and the
+    buffer in which it sends the gradients of the block before.
     """
     blocks = model.blocks()
     rest, rest_trained = blocks.pop("", (0, 0))

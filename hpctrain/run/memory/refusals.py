@@ -30,8 +30,8 @@ class Verdict:
     """Whether a run would accept a plan.
 
     Attributes:
-        refused: Why it would refuse the plan; empty if it accepts it.
-        drops_reduction: Whether it accepts the plan only without the recipe's section [reduction].
+        refused: Why the run would refuse the plan; empty if it would accept the plan.
+        drops_reduction: Whether the run would accept the plan only without the recipe's section [reduction].
         choices: The numbers of micro-batches to try.
     """
 
@@ -47,8 +47,8 @@ class Judge:
     Attributes:
         own: The recipe's own plan.
         layers: A function that calls the task's `pipeline_layers`.
-        stages: The divisions into stages, by number of stages; filled by `judge`.
-        reasons: The results of the checks; filled by `judge`.
+        stages: The divisions of the model into stages, by number of stages; filled by `judge`.
+        reasons: The reasons for which checks refuse, by check, empty if they do not; filled by `judge`.
     """
 
     recipe: Recipe
@@ -131,9 +131,9 @@ class Judge:
         return self.reasons[key]
 
     def _check_recipe(self, plan: ParallelPlan) -> bool:
-        """Returns True if the section [reduction] must be removed.
+        """Returns True if the recipe's section [reduction] must be removed for `plan`.
 
-        Raises RecipeError if the plan is refused even then.
+        Raises RecipeError if the recipe is refused even without that section.
         """
         changed = self.recipe.reduction != ReductionSection()
         if plan.shard == "none" and plan.tensor == plan.pipeline == 1:

@@ -28,10 +28,10 @@ _SIZES = ("parameters", "gradients", "optimizer", "reduction", "activations", "o
 
 
 def memory_table(plan: MemoryEstimates, *, every: bool = False) -> Table:
-    """Returns a table with one row per way, with the number of micro-batches with which it fits.
+    """Returns a table of the ways to split the model. A row has the number of micro-batches with which its way fits.
 
-    GB, as everywhere in hpctrain, are 10^9 bytes. every: whether all ways are listed; otherwise, of ways that differ
-    only in activation checkpointing or schedule, the first that fits.
+    A GB is 10^9 bytes, as everywhere in hpctrain. every: whether all ways are listed; otherwise one of the ways that
+    differ only in activation checkpointing or schedule, the first that fits.
     """
     from rich.table import Table
 
@@ -115,9 +115,10 @@ def _recommendation(plan: MemoryEstimates, chosen: LayoutMemory) -> Iterator[str
 
 
 def _refusals(ways: Iterable[Way]) -> Iterator[str]:
-    """Yields the reasons why ways are refused, each once; for split layers and for pipelines only the first reason.
+    """Yields lines of text with the reasons why ways are refused, one line per reason.
 
-    The reason of the recipe's own way is always included.
+    For all ways with split layers, and for all pipelines, only the first reason is given. The reason for the recipe's
+    own way is always included.
     """
     reasons: dict[str, list[str]] = {}
     of_kind: dict[str, str] = {}

@@ -20,9 +20,9 @@ from hpctrain.topology import ParallelMesh, Topology
 
 @final
 class RankGroups:
-    """The rank groups of one topology.
+    """The groups of ranks for each way to split a model on one topology.
 
-    Each is computed once: there may be 100,000 ranks and many ways to split a model.
+    Each group is computed once, since there may be 100,000 ranks and many ways to split a model.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -33,7 +33,7 @@ class RankGroups:
         self._far = cache(self._crossings)
 
     def mesh(self, plan: ParallelPlan) -> ParallelMesh:
-        """Returns the mesh of the ranks for `plan`. Raises TopologyError if they do not match."""
+        """Returns the mesh of the ranks for `plan`. Raises TopologyError if the ranks do not match the plan."""
         return self._mesh(plan.pipeline, plan.tensor)
 
     def num_data_ranks(self, plan: ParallelPlan) -> int:
@@ -56,9 +56,9 @@ class RankGroups:
         return self._ring_of(plan.pipeline, plan.tensor, place, within, across)
 
     def far_messages(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Returns, for each index in a pipeline, in how many pipelines the next rank is on another node.
+        """Returns, for each index in a pipeline, in how many pipelines that rank and the next are on different nodes.
 
-        The first rank follows the last one.
+        After the last rank of a pipeline comes its first.
         """
         return self._far(plan.pipeline, plan.tensor)
 
@@ -89,10 +89,10 @@ class ParameterSize:
     """The size of a parameter.
 
     Attributes:
-        block: The repeated block that contains it; empty outside all blocks.
+        block: The repeated block that contains the parameter; empty outside all blocks.
         state_bytes: The bytes of the optimizer's tensors that have the parameter's shape.
         other_state_bytes: The bytes of the optimizer's other tensors, which are not split.
-        tensor_dim: The dimension along which the task's `tensor_plan` splits it; None: not split.
+        tensor_dim: The dimension along which the task's `tensor_plan` splits the parameter; None: not split.
     """
 
     shape: tuple[int, ...]
@@ -109,7 +109,10 @@ class ParameterSize:
         return math.prod(self.shape) * self.itemsize
 
     def share(self, num_parts: int) -> float:
-        """Returns the fraction of the largest shard if the first dimension is split into `num_parts`, as FSDP2 does."""
+        """Returns the largest shard's fraction of the parameter.
+
+        The first dimension is split into `num_parts` parts, as FSDP2 does.
+        """
         if num_parts == 1 or not self.shape or self.shape[0] == 0:
             return 1.0
         return math.ceil(self.shape[0] / num_parts) / self.shape[0]
@@ -149,7 +152,10 @@ class ModelSizes:
         return tuple(p for p in self.parameters if p.trainable)
 
     def blocks(self) -> dict[str, tuple[int, int]]:
-        """Returns the bytes of all and of the trainable parameters by block; under "" those outside all blocks."""
+        """Returns, by block, the bytes of all its parameters and those of its trainable parameters.
+
+        The key "" has the parameters outside all blocks.
+        """
         found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for p in self.parameters:
             whole, trainable = found[p.block]
@@ -181,9 +187,10 @@ class Activations:
 
 
 def line_through(measured: Mapping[int, int], *, besides: int = 0) -> Activations:
-    """Returns the line through the bytes measured for two numbers of samples; through the origin if there is one.
+    """Returns the line through the bytes measured for two numbers of samples.
 
-    besides: the bytes per sample that were not measured.
+    If there is only one number, the line passes through the origin. besides: bytes per sample that were not measured
+    and are added.
     """
     (few, few_bytes), (many, many_bytes) = min(measured.items()), max(measured.items())
     slope = (many_bytes - few_bytes) / (many - few) if many > few else many_bytes / many
@@ -198,7 +205,7 @@ class LayerActivations:
 
     Attributes:
         kept: The bytes that each layer keeps from forward to backward, including its output.
-        more: The peak bytes of each layer's backward beyond these.
+        more: The peak bytes of each layer's backward beyond `kept`.
         output_bytes: The bytes of each layer's output per sample.
     """
 
@@ -209,12 +216,12 @@ class LayerActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMessages:
-    """The bytes per sample that the ranks of a tensor group sum. Gathered bytes count half.
+    """The bytes per sample that the ranks of a tensor group sum. Bytes that they gather or scatter count half.
 
     Attributes:
         forward: The bytes in forward.
         backward: The bytes in backward.
-        in_blocks: The share of `forward` within repeated blocks.
+        in_blocks: The bytes of `forward` within repeated blocks.
     """
 
     forward: float
@@ -224,9 +231,13 @@ class TensorMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """What one of `ranks` ranks holds of split layers, as measured, by kind of activation checkpointing.
+    """The memory of one rank, measured with layers split over `ranks` ranks, by kind of activation checkpointing.
 
-    layers: the layers of a pipeline; empty if not measured.
+    Attributes:
+        ranks: The number of ranks over which layers are split.
+        whole: For a rank that has its part of the whole model.
+        layers: For a rank's parts of the layers of a pipeline; empty if not measured.
+        messages: What the ranks send each other; None if not measured.
     """
 
     ranks: int
@@ -256,6 +267,7 @@ class Measured:
     """The measurements of forward and backward, by kind of activation checkpointing; empty where not measured.
 
     Attributes:
+        whole: The measurements of the whole model.
         layers: The measurements of the layers of a pipeline.
         split: The measurements with split layers.
         sequence: The measurements with split layers and split sequences.
@@ -271,8 +283,9 @@ class Measured:
         return self.sequence if plan.sequence else self.split
 
     def activation_bytes(self, plan: ParallelPlan, *, samples: int) -> int | None:
-        """Returns the bytes of a micro-batch on a rank with all layers, or with parts of all layers; None if not
-        measured.
+        """Returns the bytes of a micro-batch on a rank that has all layers, or a part of each layer.
+
+        None if they were not measured.
         """
         saving, part = plan.activation_checkpointing, self.part(plan)
         whole = self.whole.get(saving)
@@ -308,9 +321,9 @@ class LoaderSizes:
     cache_bytes: int = 0
 
     def held(self, *, samples: int, data_ranks: int) -> int:
-        """Returns the bytes that a rank holds.
+        """Returns the bytes of training data that a rank holds.
 
-        samples: the samples per step of the rank. data_ranks: the number of ranks with different samples.
+        samples: the number of samples per step of the rank. data_ranks: the number of ranks with different samples.
         """
         ahead = self.prefetch_bytes
         if self.num_samples is not None:
@@ -335,10 +348,11 @@ class RunSizes:
 
     Attributes:
         micro_batches: The number of micro-batches in the recipe's section [data].
-        reductions: The memory of the reductions that FSDP2 does not do, by what is sharded.
-        sharded_sum: Algorithm and wire format of sums of sharded gradients.
-        stages: The divisions of the model, by number of stages.
-        loader: The sizes of the data; None: they are not in this memory.
+        reductions: What reductions other than FSDP2's need, by what is sharded.
+        sharded_sum: The algorithm and the wire format by which sharded gradients are summed.
+        measured: The measurements of forward and backward.
+        stages: The divisions of the model into stages, by number of stages.
+        loader: The sizes of the data; None: the data are not in the memory that is calculated, as on GPUs.
         snapshot: Whether a save in the background copies the rank's share of the state into this memory.
         update_at_once: Whether the optimizer's step creates temporary tensors for all parameters at once, as on GPUs,
             or for one after the other.
@@ -363,7 +377,7 @@ class RunSizes:
         object.__setattr__(self, "groups", RankGroups(self.topology))
 
     def samples(self, *, ranks_of_a_sample: int = 1) -> int:
-        """Returns the samples of a rank per step if `ranks_of_a_sample` ranks compute the same samples."""
+        """Returns the number of samples per step of a rank, if `ranks_of_a_sample` ranks compute the same samples."""
         return math.ceil(self.global_batch / (self.topology.num_ranks // ranks_of_a_sample))
 
 

@@ -163,9 +163,9 @@ def _check_sharding(parallel: ParallelSection, *, algorithm: str, wire: str, cha
 
 
 def _check_sharded_reduction(*, algorithm: str, wire: str, others: Sequence[str], within: Within) -> None:
-    """Raises ValueError for keys of [reduction] that FSDP2 ignores, which reduces sharded gradients.
+    """Raises ValueError if [reduction] has settings that FSDP2, which reduces sharded gradients, would ignore.
 
-    others: the keys that are set besides algorithm and wire.
+    others: the keys that are set besides `algorithm` and `wire`.
     """
     for key, value, known, is_known in (
         ("algorithm", algorithm, SHARDED_ALGORITHMS, algorithm in SHARDED_ALGORITHMS),
@@ -183,6 +183,6 @@ def _check_sharded_reduction(*, algorithm: str, wire: str, others: Sequence[str]
         )
     if within == "node" and algorithm == "direct":
         raise ValueError(
-            "reduction.algorithm = 'direct': shards within a node are summed there first; choose hierarchical or auto, "
-            "or parallel.shard_within = 'world'"
+            "reduction.algorithm = 'direct' cannot be combined with parallel.shard_within = 'node', which sums within "
+            "each node first: choose hierarchical or auto, or parallel.shard_within = 'world'"
         )

@@ -293,7 +293,9 @@ class OptimizerSection(RecipeSection):
         if self.schedule_target is not None and "schedule" in self.model_fields_set:
             raise ValueError("set one of schedule and schedule_target, not both")
         if self.momentum and self.name not in ("sgd", "lars"):
-            raise ValueError(f"momentum applies only to sgd and lars; {self.name} has betas")
+            raise ValueError(
+                f"momentum applies only to sgd and lars: leave it out, {self.name} has betas instead"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas}: each must be at least 0 and below 1")
         return self
@@ -336,7 +338,7 @@ class ReductionSection(RecipeSection):
     @field_validator("wire", mode="before")
     @classmethod
     def _is_a_wire(cls, wire: object) -> object:
-        """Checks the name as a `Literal` would, which cannot have the names of a site's wire formats."""
+        """Checks the name as a `Literal` would. A `Literal` cannot have the names of wire formats that a site adds."""
         try:
             known = wire == AUTO or (isinstance(wire, str) and find_wire(wire) is not None)
         except UsageError as error:
@@ -367,7 +369,7 @@ class Recipe(RecipeSection):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         if (self.run.epochs is None) == (self.run.steps is None):
-            raise ValueError("run: set one of epochs and steps, not both and not neither")
+            raise ValueError("run: set either epochs or steps, and only one of them")
         if self.checkpoint.keep_best is not None and (
             self.data.held_out is None or self.telemetry.evaluate_every_steps is None
         ):
@@ -405,4 +407,6 @@ class Recipe(RecipeSection):
         if self.data.on_damage == "skip":
             raise ValueError("data.on_damage = 'skip' cannot be combined with parallel.pipeline: use 'stop'")
         if self.optimizer.target is not None:
-            raise ValueError("optimizer.target: with parallel.pipeline use adamw, adam or sgd")
+            raise ValueError(
+                "optimizer.target cannot be combined with parallel.pipeline: use adamw, adam or sgd"
+            )

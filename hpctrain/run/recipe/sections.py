@@ -88,7 +88,7 @@ class GuardsSection(RecipeSection):
 
 
 class LimitsSection(RecipeSection):
-    """Time limits of the parts of a run, for a rank that waits for others; see runbooks/f3-hang-or-lost-rank.md."""
+    """How long a rank waits for other ranks in each part of a run; see runbooks/f3-hang-or-lost-rank.md."""
 
     derive: bool = Field(
         True,
@@ -162,7 +162,7 @@ class StopSection(RecipeSection):
 
 
 class StragglersSection(RecipeSection):
-    """Ranks, nodes and links that are slower than the others: how they are found; see guides/stragglers.md."""
+    """How ranks, nodes and links that are slower than others are found; see guides/stragglers.md."""
 
     find: bool = Field(
         True,
@@ -294,7 +294,7 @@ class TelemetrySection(RecipeSection):
 
 
 class CheckpointSection(RecipeSection):
-    """When the state is saved, and how. It is also saved at the end and when the run is asked to stop."""
+    """When and how the state is saved. It is also saved at the end, and when the run is asked to stop."""
 
     every_steps: int | None = Field(None, ge=1, description="Steps between saves.")
     every_minutes: float | None = Field(None, gt=0, description="Save when this many minutes have passed.")

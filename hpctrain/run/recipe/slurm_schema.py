@@ -217,7 +217,8 @@ class SlurmSection(RecipeSection):
             combinations = math.prod(len(values) for values in self.sweep.values())
             if largest >= combinations:
                 raise ValueError(
-                    f"array = {self.array!r}, but sweep has {combinations} combinations: 0 to {combinations - 1}"
+                    f"array = {self.array!r}, but sweep has {combinations} combinations: give task numbers "
+                    f"from 0 to {combinations - 1}"
                 )
         return self
 

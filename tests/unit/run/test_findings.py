@@ -101,7 +101,7 @@ def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, 
     [
         ({"torch": {"error": "cannot be loaded"}}, "torch", Severity.PROBLEM, "cannot be loaded"),
         ({"torch": {"cuda": "12.8"}}, "torch", Severity.WARNING, "no device is visible"),
-        ({"sums": {"compiled": False}}, "sums on a node", Severity.WARNING, "numpy computes them"),
+        ({"sums": {"compiled": False}}, "sums on a node", Severity.WARNING, "numpy computes the sums"),
         (
             {"yielding": {"library": None, "in_effect": False}},
             "waiting ranks",
@@ -112,7 +112,7 @@ def test_a_version_that_differs_names_the_ranks_and_hosts(facts: list[dict[str, 
         ({"mpi": {"error": "not installed"}}, "MPI", Severity.WARNING, "not installed"),
         ({"mpi": {"error": "MPI cannot start (exit code 1)"}}, "MPI", Severity.PROBLEM, "cannot start"),
         ({"horovod": {"error": "not installed"}}, "Horovod", Severity.WARNING, "not installed"),
-        ({"horovod": {"built": ["gloo"]}}, "Horovod", Severity.WARNING, "not MPI"),
+        ({"horovod": {"built": ["gloo"]}}, "Horovod", Severity.WARNING, "but not with MPI"),
         ({"hdf5": {"error": "cannot be loaded: x"}}, "HDF5", Severity.PROBLEM, "cannot be loaded"),
         (
             {"run_directory": {"error": "cannot be written"}},

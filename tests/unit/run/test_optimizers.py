@@ -84,7 +84,9 @@ def test_lamb_scales_each_layer_by_its_norms() -> None:
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_a_release_that_steps_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("hpctrain.run.build.version", lambda _: "3.10.1")
-    with pytest.raises(RecipeError, match=rf"{name} needs pytorch-optimizer 3.11 or newer, this is 3.10.1"):
+    with pytest.raises(
+        RecipeError, match=rf"{name} needs pytorch-optimizer 3.11 or newer. 3.10.1 is installed"
+    ):
         build_optimizer(a_model(), OptimizerSection(name=name))
 
 

@@ -68,7 +68,7 @@ def test_written_toml_keeps_odd_strings_and_nested_options(tmp_path: Path) -> No
             minimal(reduction={"wire": "fp8"}),
             "reduction.wire: found \"fp8\": input should be 'auto', 'fp32', 'fp16', 'bf16'",
         ),
-        (minimal(run={"steps": 3}), "set one of epochs and steps, not both"),
+        (minimal(run={"steps": 3}), "set either epochs or steps, and only one of them"),
         (minimal(optimizer={"lr_scaling": "linear"}), "needs reference_batch"),
         (minimal(optimizer={"schedule": "step"}), "needs step_every"),
         (minimal(optimizer={"name": "adam", "momentum": 0.9}), "momentum applies only to sgd"),

@@ -38,7 +38,7 @@ def test_algorithm_and_wire_of_sharded_gradients() -> None:
             {},
             r"reduction\.bucket_mb, reduction\.sync_batch_norm",
         ),
-        ({"algorithm": "direct"}, {"shard_within": "node"}, "summed there first"),
+        ({"algorithm": "direct"}, {"shard_within": "node"}, "sums within each node first"),
     ],
 )
 def test_what_fsdp_cannot_follow_is_refused(

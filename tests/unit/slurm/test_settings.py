@@ -41,7 +41,7 @@ from tests.unit.run.test_recipe import minimal
         ({"sweep": {"optimizer.lr": []}}, "sweep: optimizer.lr has no values"),
         (
             {"sweep": {"optimizer.lr": [1.0, 2.0], "run.seed": [1, 2]}, "array": "0,2-4%2"},
-            "array = '0,2-4%2', but sweep has 4 combinations: 0 to 3",
+            "array = '0,2-4%2', but sweep has 4 combinations: give task numbers from 0 to 3",
         ),
         ({"container": "a.sif", "python": "env"}, "the ranks use the container's Python"),
         ({"container_mounts": ["/data"]}, "container_mounts needs container"),

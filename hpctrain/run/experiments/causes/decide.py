@@ -63,7 +63,7 @@ def find_causes(seen_: Observations) -> list[LikelyCause]:
 
 
 def _idle(seen_: Observations) -> Iterator[LikelyCause]:
-    """Yields a finding if no step was applied. All runs are then equal because none of them trains."""
+    """Yields a finding if no run applied a step. All runs are then equal because none of them trains."""
     if not seen_.is_idle:
         return
     steps = seen_.again.steps
@@ -84,7 +84,10 @@ def _idle(seen_: Observations) -> Iterator[LikelyCause]:
 
 
 def _steps_left_out(seen_: Observations, found: list[LikelyCause]) -> Iterator[LikelyCause]:
-    """Yields a finding about steps that are applied in some runs only, or in no run."""
+    """Yields a finding about steps that only some runs apply, or that all runs skip.
+
+    Otherwise yields one if values are not finite, or all gradients are 0, though all steps are applied.
+    """
     if seen_.is_idle:
         return
     for what, comparison in seen_.compared().items():
@@ -96,8 +99,8 @@ def _steps_left_out(seen_: Observations, found: list[LikelyCause]) -> Iterator[L
                 text=f"{what}: {comparison.applied} of {comparison.steps} steps were applied, and "
                 f"{comparison.expected} in the run that it is compared with",
                 evidence=seen_.not_finite,
-                advice="steps whose gradients are not finite are skipped: look for what is not finite in one of the "
-                "two only",
+                advice="steps whose gradients are not finite are skipped: look for what is not finite in only one of "
+                "the two runs",
             )  # fmt: skip
         return
     if seen_.again.applied < seen_.again.steps:
@@ -139,7 +142,7 @@ def _one_process(seen_: Observations) -> Iterator[LikelyCause]:
 
 
 def _ranks(seen_: Observations) -> Iterator[LikelyCause]:
-    """Yields causes that make ranks differ from each other or sums go wrong."""
+    """Yields causes that make ranks differ from each other, or make sums over the ranks wrong."""
     apart = not seen_.ranks.equal or not seen_.ranks_again.equal
     if seen_.tampered is not None and apart:
         step, residual = seen_.tampered
@@ -229,7 +232,7 @@ def _schedules(apart: Drift) -> LikelyCause:
 def cause_of_error(failure: str) -> Cause:
     """Returns the cause that an error names; REFUSED if it names none.
 
-    `failure` starts with the error's class and `:`.
+    failure: the name of the error's class, a colon, and the text of the error.
     """
     return _CAUSES_OF_ERRORS.get(failure.partition(":")[0], Cause.REFUSED)
 
@@ -251,7 +254,7 @@ def _refused(seen_: Observations, failure: str) -> LikelyCause:
 
 
 def _options(seen_: Observations) -> Iterator[LikelyCause]:
-    """Yields a finding about optimizer options that are equal on all ranks of a run but differ between runs."""
+    """Yields a finding about an optimizer option that is equal on all ranks of a run but differs between runs."""
     runs = {
         f"on {seen_.num_ranks} ranks": (seen_.ranks, "give the optimizer the same options on every number of ranks"),
         "with 2 micro-batches": (seen_.micro, "step schedulers once after each step, not after each micro-batch"),
@@ -380,7 +383,7 @@ def _unexplained(seen_: Observations, found: list[LikelyCause]) -> Iterator[Like
             yield LikelyCause(
                 cause=Cause.BUFFER, is_difference=seen_.splits,
                 text=f"forward changes buffer {buffer.tensor} each time that it is called, and so more often in a step "
-                "of several micro-batches" + ("" if seen_.splits else " (this recipe has none)"),
+                "of several micro-batches" + ("" if seen_.splits else " (this recipe uses none)"),
                 evidence=seen(what, comparison), advice="change it once in a step, such as after updater.step()",
             )  # fmt: skip
             if not seen_.splits:

@@ -108,7 +108,7 @@ def _own_random(observed: Observations) -> LikelyCause:
 
 
 def _times(repeated: Mapping[str, int], samples: SampleFacts) -> str:
-    """Says how often the first samples are repeated, if they have numbers."""
+    """Returns text that says how often some samples are repeated; empty if their indices are not known."""
     if not samples.is_numbered:
         return ""
     return ": " + ", ".join(f"{name} ({times} times)" for name, times in list(repeated.items())[:3])
@@ -159,7 +159,7 @@ _A_BATCH_AND_ITS_THIRDS = "a batch and its thirds"
 
 
 def division_findings(seen_: Observations) -> Iterator[LikelyCause]:
-    """Yields causes that make the result depend on how the samples are divided."""
+    """Yields causes that make the result depend on how samples are divided into micro-batches and over ranks."""
     by_ranks = not seen_.ranks.equal and seen_.ranks.failure is None
     by_parts = seen_.micro is not None and not seen_.micro.equal
     loss = seen_.loss
@@ -182,7 +182,7 @@ def division_findings(seen_: Observations) -> Iterator[LikelyCause]:
 
 
 def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> LikelyCause | None:
-    """Returns the finding that a sum over parts or ranks has a wrong factor or wrong weights."""
+    """Returns the finding that a sum over parts or ranks has a wrong factor or wrong weights; None if it has not."""
     if loss.mixes is not None:
         return None
     if loss.kind == SUM:
@@ -206,16 +206,16 @@ def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> Likel
 
 
 def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> LikelyCause | None:
-    """Returns the finding that the loss is not a mean over samples.
+    """Returns the finding that the loss is not a mean over samples; None if it is one.
 
-    `matters`: whether this training divides its batches.
+    matters: whether that makes runs of this training differ.
     """
     if loss.mixes is not None:
         name, kind, relative = loss.mixes
         return LikelyCause(
             cause=Cause.BATCH_STATISTICS, is_difference=matters,
             text=f"the outputs of {name} ({kind}) for a sample depend on the other samples that are computed with it"
-            + ("" if matters else ", so that micro-batches differ (this recipe has none)"),
+            + ("" if matters else ", so that runs in micro-batches differ (this recipe uses none)"),
             evidence=[
                 f"{_A_BATCH_AND_ITS_THIRDS}: {name} returns different values for the same samples and inputs, by "
                 f"{in_percent_or_power(relative)}",
@@ -284,7 +284,10 @@ def _begins_with_gradients(seen_: Observations) -> bool:
 
 
 def _factor(seen_: Observations) -> tuple[str, float] | None:
-    """Returns the common factor of all gradients of the first step, and where it occurs; None if there is none."""
+    """Returns the comparison in which all gradients of the first step are multiplied by one factor, and that factor.
+
+    The result is None if there is no such comparison.
+    """
     compared = {seen_.ranks_against_one: seen_.ranks, "1 rank, in 2 micro-batches": seen_.micro}
     for what, comparison in compared.items():
         factor = comparison.factor if comparison is not None else None
@@ -319,8 +322,8 @@ def _randomness(seen_: Observations) -> Iterator[LikelyCause]:
     )
     yield LikelyCause(
         cause=Cause.RANDOM, is_difference=differ,
-        text=f"training draws random numbers ({', '.join(seen_.draws_left)}) that are not dropout's, and each rank "
-        "draws its own: runs on other numbers of ranks differ by them",
+        text=f"training draws random numbers ({', '.join(seen_.draws_left)}) for something other than dropout, and "
+        "each rank draws its own numbers: runs on different numbers of ranks differ for that reason",
         evidence=[
             *seen("1 rank with other random numbers", seen_.reseeded),
             *seen(seen_.ranks_against_one, seen_.ranks),

@@ -48,8 +48,10 @@ class LikelyCause:
 
     Attributes:
         is_difference: False for a cause that makes no runs differ, or is intended.
+        text: What was found.
         evidence: What was measured.
-        is_potential: Whether the cause shows only with other data than those that were read.
+        advice: What to do.
+        is_potential: Whether the cause makes runs differ only with other data than those that were read.
     """
 
     cause: Cause
@@ -70,7 +72,7 @@ def in_percent_or_power(relative: float) -> str:
 
 
 def describe_difference(difference: FirstDifference) -> str:
-    """Returns from which step and tensor on runs differ, and by how much, as text."""
+    """Returns text that says in what two runs differ, from which step on, and by how much."""
     worst = (
         f", later up to {in_percent_or_power(difference.worst)}"
         if difference.worst > 2 * difference.relative
@@ -88,7 +90,7 @@ def describe_difference(difference: FirstDifference) -> str:
 
 
 def seen(what: str, comparison: TrialComparison | None) -> list[str]:
-    """Returns the evidence of a comparison as lines of text; [] if it was not made."""
+    """Returns lines of text about the result of the comparison `what`; [] if it was not made."""
     if comparison is None:
         return []
     if comparison.failure is not None:

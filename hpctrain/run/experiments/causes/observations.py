@@ -19,12 +19,13 @@ class Drift:
 
     Attributes:
         step: The step, from 1; 0: while the trial was built.
-        phase: When it appeared. `built`: while the trial was built; `forward`: between the last step and the
-            optimizer's call; `gradient`: after the sum over the ranks; `option`: in an option of the optimizer;
-            `optimizer`: in its step; `scheduler`: in a learning rate scheduler after the last step.
-        name: The tensor, option or value of the scheduler.
+        phase: When the difference appeared. `built`: while the trial was built. `forward`: in a parameter, between the
+            end of the step before and the call of the optimizer. `gradient`: in a gradient after the sum over the
+            ranks. `option`: in an option of the optimizer. `optimizer`: in a parameter, in the optimizer's step.
+            `scheduler`: in a learning rate scheduler after the last step.
+        name: The name of the tensor or option, or the path of the scheduler's value.
         ranks: The ranks that differ from rank 0.
-        values: The option or value on rank 0 and on the first of `ranks`.
+        values: The option or the scheduler's value on rank 0 and on the first of `ranks`; None for a tensor.
     """
 
     step: int
@@ -36,12 +37,12 @@ class Drift:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumptions:
-    """Comparisons of runs that were stopped and resumed with the run that was not.
+    """Comparisons of three runs that were stopped and resumed, each with the run that was not stopped.
 
     Attributes:
-        plain: The comparison of a run that was resumed as runs are.
-        with_generators: The same with the user's own generators carried over from the stopped run.
-        with_state: The same with all other values of the user that a checkpoint lacks carried over.
+        plain: For a run that was resumed from the checkpoint alone.
+        with_generators: For a run that also got the user's own generators from the stopped run; None if not made.
+        with_state: For a run that also got all other values of the user that a checkpoint lacks; None if not made.
     """
 
     plain: TrialComparison = EQUAL
@@ -55,7 +56,7 @@ class Observations:
 
     A result that is missing is None or empty.
 
-    Comparisons:
+    Comparisons, each with the unchanged run on as many ranks, unless the text says otherwise:
 
     - again: one rank, repeated.
     - micro: one rank, two micro-batches.
@@ -70,17 +71,20 @@ class Observations:
 
     Random numbers and the user's own state:
 
-    - draws, draws_left: the generators that training uses, with and without dropout.
-    - own_generators: the user's own generators that changed during the run, by path.
-    - own_draws_matter: whether training differs if these draw other numbers, although the resumed run was equal.
-    - fresh_generators: the user's own generators whose first state differs between two runs.
-    - own_state: the kinds of other values outside the checkpoint that changed, by path.
+    - draws, draws_left: the generators that training uses with dropout, and those that it uses without.
+    - own_generators: the paths of the user's own generators that changed during the run.
+    - own_draws_matter: whether training differs if these generators draw other numbers, although the resumed run was
+      equal.
+    - fresh_generators: the paths of the user's own generators whose state at the start differs between two runs.
+    - own_state: the kinds of the user's other values that changed and that a checkpoint lacks, by path.
 
     Other facts:
 
     - buffers_apart: the buffers that differ between ranks after the first step.
     - evaluation_apart: the metrics that differ between one rank and N ranks.
-    - tampered: the first step whose gradients are not a multiple of the sum of what backward computed, and by how much.
+    - drift, schedules_apart: the first difference between ranks, and the first one in a learning rate scheduler.
+    - tampered: the first step in which the gradients that the optimizer gets are not a multiple of the sum of what
+      backward computed, and by how much.
     - poisoned: what is not finite after a batch with NaN was skipped.
     - not_finite: what was first not finite in a run, as text; [] if all was finite.
     - no_gradients: whether all gradients were 0 in every step on one rank.
@@ -161,11 +165,11 @@ class Observations:
 
 
 def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
-    """Returns the first difference between the ranks, or None.
+    """Returns the first difference between the ranks; None if there is none.
 
-    by_rank: the hashes of each rank. `initial` has those of the parameters by name. Each entry of `steps` has `before`
-    (when the optimizer was called), `gradients`, `after`, and the optimizer's `options`. Steps that some ranks have not
-    finished are ignored.
+    by_rank: the hashes of each rank. `initial` has the hashes of the parameters by name. Each entry of `steps` has, by
+    name, the hashes of the parameters when the optimizer was called (`before`), of the `gradients`, and of the
+    parameters after the step (`after`); and the optimizer's `options`. Steps that some ranks lack are ignored.
     """
     found = _apart([rank["initial"] for rank in by_rank])
     if found is not None:
@@ -196,7 +200,7 @@ def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
 
 
 def schedulers_apart(by_rank: Sequence[Mapping[str, str]], *, step: int) -> Drift | None:
-    """Returns the first value of a learning rate scheduler that differs between ranks, or None.
+    """Returns the first value of a learning rate scheduler that differs between ranks; None if there is none.
 
     by_rank: the values of each rank after `step` steps, as text by path.
     """

@@ -30,7 +30,10 @@ _DROPOUTS = frozenset({
 
 
 class GeneratorWatch:
-    """Finds which of the process's generators (torch, numpy, python, cuda) a `with` block uses; then see `used`."""
+    """Finds which of the process's random number generators (torch, numpy, python, cuda) a `with` block uses.
+
+    After the block, `used` holds their names.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -135,7 +138,8 @@ _SAVED_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 class ValueLocation:
     """Where a value is stored: in an attribute, as an entry of an object's `__dict__`, or in a dict or list.
 
-    kind: `generator`, `buffer` (one that is not saved), `schedule` (a value of a learning rate scheduler) or `value`.
+    kind: `generator`, `buffer` (a model's buffer that is not saved), `schedule` (a value of a learning rate scheduler)
+    or `value`.
     """
 
     container: Any
@@ -249,7 +253,7 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A variable of an enclosing function, behind the interface of a list with one value."""
+    """A variable that a function uses from its enclosing function, with the interface of a list of one value."""
 
     cell: Any
 
@@ -283,7 +287,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """The variables of one of the user's modules."""
+    """The global variables of one of the user's Python modules."""
 
     module: ModuleType
 
@@ -296,7 +300,10 @@ class Variables:
 
 
 def variables_of_module(value: Any) -> Variables | None:
-    """Returns the variables of the module that defines an object's class or function; None for libraries."""
+    """Returns the global variables of the Python module that defines a function or an object's class.
+
+    None if that module belongs to a library.
+    """
     name = getattr(value, "__module__", None) or type(value).__module__
     module = sys.modules.get(name)
     is_library = name.partition(".")[0] in (*_LIBRARIES, *sys.stdlib_module_names) and name != "__main__"
@@ -305,7 +312,13 @@ def variables_of_module(value: Any) -> Variables | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnState:
-    """Copies of the values of `find_places` at one moment, by path."""
+    """The values that `find_places` finds at one moment, by path.
+
+    Attributes:
+        values: Copies of the values.
+        kinds: The kinds of the values, as in `ValueLocation`.
+        marks: Texts by which the values are compared.
+    """
 
     values: Mapping[str, Any]
     kinds: Mapping[str, str]
@@ -321,11 +334,11 @@ class OwnState:
         )
 
     def changed_since(self, before: OwnState) -> dict[str, str]:
-        """Returns the kinds of values that differ from `before` or are new, by path."""
+        """Returns the kinds of the values that differ from those in `before` or are not there, by path."""
         return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
 
     def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:
-        """Copies the values at `paths` into the objects of another trial. Returns how many could be placed there."""
+        """Copies the values at `paths` into the objects `roots` of another trial. Returns how many were copied."""
         places = find_places(roots)
         count = 0
         for path in paths:
@@ -355,7 +368,10 @@ class OwnState:
 def _parent(
     path: str, places: Mapping[str, ValueLocation], roots: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str] | None:
-    """Returns the container of the siblings of `path`, for attributes that the other trial does not have yet."""
+    """Returns the container and the key where a value at `path` belongs that the other trial does not have yet.
+
+    The container is that of values with the same parent. The result is None if there is none.
+    """
     head, dot, name = path.rpartition(".")
     if not dot or "[" in name:
         return None

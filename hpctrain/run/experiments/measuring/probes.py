@@ -31,8 +31,8 @@ class LossFacts:
     Attributes:
         kind: `mean`: the mean over samples. `sum`: the sum over samples, possibly plus a mean. `weighted`: a mean with
             other weights than the numbers of samples. `mixed`: the sum of two such means with different weights.
-            `whole`: it does not follow from the parts.
-        off: The relative distance from the mean over samples.
+            `whole`: the loss does not follow from the losses of the parts.
+        off: The relative distance of the loss from the mean over samples.
         weights: For `weighted`, the relative weights of two parts with the same number of samples.
         is_weighed: Whether the task gives weights, which are then used for the mean instead of numbers of samples.
         part_sizes: The numbers of samples of the parts that a step itself computes one after another; () if it computes
@@ -112,9 +112,9 @@ def probe_loss(
 ) -> LossFacts | None:
     """Finds how the loss of a batch follows from the losses of its parts, computed from the same state.
 
-    divisions: the number of divisions of the batch to try until one shows what the loss averages over; in some
-    divisions the parts may be too equal to show it. Returns None for fewer than 3 samples, and if no division has
-    finite losses.
+    divisions: how many ways to divide the batch are tried until one shows what the loss averages over. If the parts of
+    a division are too similar, it does not show that. Returns None if the batch has fewer than 3 samples or no division
+    has finite losses.
     """
     if num_rows < 3:
         return None
@@ -132,7 +132,9 @@ def probe_loss(
 
 
 def _loss_of(trial: Trial, batch: Any, rows: Sequence[int]) -> tuple[float, float, bool, ModuleOutputs]:
-    """Returns the loss, its weight (1 if the task gives none), whether the task gives one, and the module outputs."""
+    """Returns the loss of some rows, its weight (1 if the task gives none), whether the task gives one, and the outputs
+    of the modules.
+    """
     with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
         loss, weight = trial.loss(trial.part(batch, rows))
         loss = 0.0 if weight == 0 else loss  # a mean over nothing
@@ -142,7 +144,10 @@ def _loss_of(trial: Trial, batch: Any, rows: Sequence[int]) -> tuple[float, floa
 def _unequal_parts(
     trial: Trial, batch: Any, found: LossFacts, *, num_rows: int, tolerance: float
 ) -> LossFacts:
-    """Checks with parts of unequal sizes a loss that is the mean over parts of equal sizes."""
+    """Checks whether a loss that is the mean over parts of equal sizes is also the mean over parts of unequal sizes.
+
+    Returns `found`, or a copy of it with the kind `whole` if it is not.
+    """
     more = num_rows // 2 + 1
     full, _, _, outputs = _loss_of(trial, batch, range(num_rows))
     parts = [(rows, *_loss_of(trial, batch, rows)) for rows in (range(more), range(more, num_rows))]
@@ -155,7 +160,7 @@ def _unequal_parts(
 
 
 def _divided(trial: Trial, batch: Any, order: Sequence[int], *, tolerance: float) -> LossFacts | None:
-    """Does `probe_loss` for one division. `order` is an order of the rows, of which each third is a part."""
+    """Does what `probe_loss` does for one division. Each third of `order`, the rows in some order, is a part."""
 
     def of(*rows: int) -> tuple[float, float, bool, ModuleOutputs]:
         return _loss_of(trial, batch, rows)
@@ -210,7 +215,7 @@ def _part_sizes(outputs: ModuleOutputs, num_rows: int) -> tuple[int, ...]:
 
 
 def _ratio(both: float, left: float, right: float) -> float | None:
-    """Returns weight of `left` / weight of `right` if `both` is their weighted mean, else None."""
+    """Returns the weight of `left` divided by that of `right` if `both` is their weighted mean, else None."""
     if both in (left, right) or (both - right) * (left - both) <= 0:
         return None
     ratio = (both - right) / (left - both)
@@ -220,9 +225,9 @@ def _ratio(both: float, left: float, right: float) -> float | None:
 def _is_sum_of_two_means(values: Sequence[float]) -> bool:
     """Returns True if the loss is the sum of two means with different weights.
 
-    values: the losses of some samples with 1, 2, 3, ... copies of other samples. A weighted mean is a rational function
-    of the number of copies with one pole, a sum of two means has two poles, so that the Loewner matrix of the values
-    has rank 2.
+    values: the losses of some samples together with 1, 2, 3, ... copies of other samples. As a function of the number
+    of copies, a weighted mean is rational with one pole, and a sum of two means is rational with two poles. For two
+    poles, the Loewner matrix of the values has rank 2.
     """
     even, odd = range(0, len(values), 2), range(1, len(values), 2)
     quotients = [[(values[i] - values[j]) / (i - j) for j in odd] for i in even]
@@ -274,8 +279,8 @@ def _apart(full: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]
 class LowPrecision:
     """An operation with float64 operands that computes in a shorter dtype.
 
-    module: the module in whose forward it occurs; empty outside of all. is_mixed: whether only an operand is shorter,
-    and the result is float64.
+    module: the module in whose forward the operation occurs; empty outside all modules. is_mixed: whether another
+    operand has the shorter dtype but the result does not.
     """
 
     module: str
@@ -311,7 +316,10 @@ class _DtypeWalk(TorchDispatchMode):
 
 
 def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
-    """Returns where a float64 model computes in a shorter dtype in one forward, at most once per module."""
+    """Returns what of a float64 model has a shorter dtype: parameters, buffers, and operations in one forward.
+
+    At most one operation per module is returned.
+    """
     found = [
         LowPrecision(module=name, operation="parameter or buffer", dtype=str(t.dtype).removeprefix("torch."))
         for name, t in (*trial.model.named_parameters(), *trial.model.named_buffers())
@@ -349,12 +357,12 @@ class EvaluationFacts:
     """Results of two evaluations with the same parameters.
 
     Attributes:
-        metrics: The metrics of the first one.
-        differs: Metrics that differ in the second one, with the relative difference.
-        training: Modules that were in training mode, with their classes.
-        draws: Generators that were used.
-        changed: Parameters and buffers that the evaluation changed.
-        modes: Modules whose mode it changed.
+        metrics: The metrics of the first evaluation.
+        differs: The metrics that differ in the second evaluation, with the relative difference.
+        training: The modules that were in training mode during the evaluation, with their classes.
+        draws: The random number generators that forward used.
+        changed: The parameters and buffers that the evaluation changed.
+        modes: The modules whose mode, training or evaluation, is another one after the evaluation.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -452,10 +460,10 @@ _SHOWN = 5
 
 
 def first_not_finite(trace: RunTrace) -> list[str]:
-    """Returns what is not finite in the first step with such values; [] if all is finite.
+    """Returns lines of text about what is not finite in the first step with such values; [] if all is finite.
 
-    There is one line each for samples, loss, gradients and buffers, in the order of computation; before the first step,
-    one for the parameters.
+    There is one line each for samples, loss, gradients and buffers, in the order of computation. If a parameter is not
+    finite before the first step, one line says so.
     """
     name = _first(trace.initial.values)
     if name is not None:
@@ -496,7 +504,7 @@ def _first(values: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def probe_not_finite(trial: Trial, batch: object) -> str | None:
-    """Returns where the loss of `batch`, which is finite, first becomes not finite, as text; None if it does not.
+    """Returns, as text, where forward of a finite `batch` first gets values that are not finite; None if nowhere.
 
     Not collective on one rank. The trial is left unchanged.
     """

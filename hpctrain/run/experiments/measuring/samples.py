@@ -18,24 +18,24 @@ class SampleFacts:
     Samples are named by their index in the dataset, or by a hash of their content if `is_numbered` is False.
 
     - num_seen: the number of samples that one process reads in a pass over an epoch.
-    - repeated_one: how often one process repeats a sample, by sample.
+    - repeated_one: for each sample that one process gets more than once, how often it gets the sample.
     - has_equal: whether samples that seem to be repeated may be different samples with equal content.
-    - repeated: how often samples are repeated over all ranks, where that is more than in one process.
+    - repeated: for each sample that the ranks together get more than once, and more often than one process, how often.
     - missing: the number of samples that one process gets and no rank gets.
     - padded: the number of samples that complete the last batch of some ranks, at most one per rank.
-    - not_finite: some samples with NaN or infinity, by field.
+    - not_finite: the samples with NaN or infinity, by field.
     - content_by_rank: samples whose content differs between ranks that each read the same batch alone.
-    - content_by_share: samples whose content differs between one process and the ranks.
+    - content_by_share: samples whose content, if the ranks read an epoch together, differs from that in one process.
     - content_changes: samples whose content differs between two runs of one process.
     - content_unstable: samples whose content differs between two readings of an epoch by one process.
     - order_changes: whether two runs of one process get the same samples in different orders.
     - draws: the random number generators of the process that are used while samples are read; searched only if contents
       differ.
-    - other_steps: the number of the first step in which the ranks together get other samples than one process;
-      0 if there is none.
+    - other_steps: the first step, from 1, in which the ranks together get other samples than one process; 0 if there is
+      none.
     - same_every_epoch: whether the shuffled orders of two epochs are equal.
     - history: whether the samples of an epoch depend on what was read before that epoch.
-    - num_rows, num_rank_rows: the number of samples of one step in one process and over all ranks.
+    - num_rows, num_rank_rows: the number of samples of the step `other_steps` in one process and on all ranks.
     """
 
     num_seen: int = 0
@@ -104,14 +104,15 @@ def as_fields(batch: Any) -> dict[str, torch.Tensor]:
 
 
 def repeats(seen: Sequence[int]) -> dict[str, int]:
-    """Returns the number of occurrences of samples that occur more than once."""
+    """Returns, for each sample that occurs more than once, how often it occurs."""
     return {str(name): times for name, times in Counter(seen).items() if times > 1}
 
 
 def repeats_beyond(one: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple[dict[str, int], int]:
-    """Returns the samples that all ranks together get more often than one process does, and how often.
+    """Returns, for each sample that all ranks together get more often than one process does, how often they get it.
 
-    Also returns the number of samples that one process gets and no rank gets.
+    Samples that they get only once are left out. Also returns the number of samples that one process gets and no rank
+    gets.
     """
     expected, found = Counter(one), Counter(name for rank in ranks for name in rank)
     more = {str(name): times for name, times in found.items() if times > max(1, expected[name])}

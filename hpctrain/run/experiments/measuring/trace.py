@@ -22,7 +22,7 @@ MAX_KEPT = 1 << 16
 class TensorSample:
     """Tensors at one moment, by name.
 
-    values: up to MAX_KEPT elements of each, flat, float64. hashes: hashes of all bytes.
+    values: up to MAX_KEPT elements of each tensor, flat, float64. hashes: a hash of all bytes of each tensor.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -34,10 +34,11 @@ class StepTrace:
     """One step of a trial on this rank.
 
     Attributes:
-        parameters_before: The parameters when the optimizer was called.
-        gradients: The gradients at that moment, after the sum over the ranks.
+        parameters_before: The parameters when the optimizer was called; None if the step was skipped.
+        gradients: The gradients when the optimizer was called, after the sum over the ranks; None if the step was
+            skipped.
         own_gradients: This rank's gradients as backward computed them, summed over its backward passes.
-        options: The options of the optimizer's groups. Like the three before, empty or None if the step was skipped.
+        options: The options of the optimizer's groups; empty if the step was skipped.
         parameters: The parameters after the step.
         buffers: The buffers after the step.
         draws: The generators that forward or backward used.
@@ -60,7 +61,10 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An error that ended a trial. `step` is the step, from 1; 0: while the trial was built."""
+    """An error that ended a trial.
+
+    kind: the name of the error's class. step: the step, from 1; 0: while the trial was built.
+    """
 
     kind: str
     text: str
@@ -81,7 +85,8 @@ class Unfinished:
 class RunTrace:
     """The record of a trial.
 
-    initial: the parameters before the first step. unfinished: the state after the step that failed.
+    initial: the parameters before the first step. failure: the error that ended the trial, if any. unfinished: the
+    state after the step that failed.
     """
 
     initial: TensorSample
@@ -91,7 +96,7 @@ class RunTrace:
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor without its graph. A sharded tensor is gathered, for which all ranks must call it."""
+    """Returns the tensor without its graph. If the tensor is sharded, it is gathered, which is collective."""
     tensor = tensor.detach()
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
@@ -211,7 +216,9 @@ class FirstDifference:
     """The first difference of one kind between two trials.
 
     Attributes:
+        kind: What differs, one of `KINDS`.
         step: The step, from 1; 0: before the first step.
+        tensor: The tensor or other value that differs.
         relative: The difference relative to the largest value of the tensor; for a gradient, of all gradients.
         worst: The largest relative difference in any step.
     """
@@ -232,7 +239,7 @@ class TrialComparison:
         first: The first difference of each kind.
         worst: The largest relative difference, even if below the tolerance.
         factor: The common factor of all gradients of the first step, relative to the reference; None if there is none.
-        failure: Text of the error that ended the trial.
+        failure: Text of the error that ended the trial but not the reference; None if there is none.
         steps: The number of steps of the trial.
         applied: The number of these steps in which the trial called the optimizer.
         expected: The number of these steps in which the reference called the optimizer.
@@ -253,7 +260,10 @@ class TrialComparison:
 
     @property
     def earliest(self) -> FirstDifference | None:
-        """The difference in the earliest step, there in the value that is computed first; None if all is equal."""
+        """The difference in the earliest step and, within that step, in the value that is computed first.
+
+        None if all is equal.
+        """
         found = sorted(self.first.values(), key=lambda d: (d.step, KINDS.index(d.kind)))
         return found[0] if found else None
 
@@ -300,7 +310,7 @@ def compare_traces(
 
     Args:
         tolerance: The largest relative difference that counts as equal.
-        samples: Whether both should see the same samples.
+        samples: Whether this rank should get the same samples in both traces.
         from_step: The step of `reference` that corresponds to the first step of `other`.
     """
     found = _Found(tolerance)
@@ -368,10 +378,10 @@ def _compare_kept(
     *,
     allowed: float = 0.0,
 ) -> bool:
-    """Adds the differences of two sets of tensors to `found`. Returns True if noise was excused.
+    """Adds the differences of two sets of tensors to `found`. Returns True if a difference was ignored as rounding.
 
-    noisy: the elements whose difference may be up to `_NOISE_ALLOWED`. allowed: the relative difference that is allowed
-    everywhere.
+    noisy: for each tensor, a mask of the elements in which a relative difference up to `_NOISE_ALLOWED` is ignored.
+    allowed: the relative difference that is ignored in all elements.
     """
     excused = False
     least = 1e-3 * max((_largest(t) for t in reference.values.values()), default=0.0)
@@ -484,7 +494,7 @@ def merge(by_rank: Sequence[TrialComparison]) -> TrialComparison:
 
 
 def with_losses(trace: RunTrace, losses: Sequence[float]) -> RunTrace:
-    """Returns the trace with its losses replaced by those over all ranks."""
+    """Returns the trace with the loss of each step replaced by that of `losses`, the losses over all ranks."""
 
     steps: list[StepTrace] = [
         replace(step, loss=loss) for step, loss in zip(trace.steps, losses, strict=True)
