@@ -1,7 +1,7 @@
 """Exceptions that hpctrain raises for the user, and the exit codes of its commands.
 
-Each class has the exit code of a command that ends with this error. A message states what was asked, what was found,
-on which rank, and what to do.
+The attribute `exit_code` of each class is the exit code of a command that ends with this error. A message states what
+was asked, what was found, on which rank, and what to do.
 
 An error with `agreed` = True is raised on every rank of the run (see `hpctrain.comm.collectives.agreement`), so all
 ranks shut down normally. An error that is not agreed was raised on one rank only: the run must be aborted, because

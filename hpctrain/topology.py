@@ -23,10 +23,10 @@ class Topology:
     ranks_by_node: world ranks on each node, ascending.
     node_names: name of each node, in the order of `ranks_by_node`.
     emulated: True if the nodes are groups of ranks on one machine (`--ranks-per-node`).
-    node_of_rank: index of the node of each world rank, for lookup in constant time; computed if not given.
+    node_of_rank: for each world rank, the index of its node, for lookup in constant time; computed if not given.
 
-    Unless `node_of_rank` is given, raises TopologyError if a rank from 0 on does not occur exactly once, or a node has
-    no name.
+    If `node_of_rank` is not given, the constructor raises TopologyError unless the n ranks are 0 to n - 1, each exactly
+    once, and there are as many names as nodes.
     """
 
     ranks_by_node: tuple[tuple[int, ...], ...]
@@ -90,8 +90,7 @@ class Topology:
         """Returns the groups of the `node` axis: for each local index, the ranks that have it on their node.
 
         If the nodes have different numbers of ranks, there are as many groups as the smallest node has ranks. Ranks
-        with a larger local index belong to no group; other ranks of their node reduce that node's slices between
-        nodes.
+        with a larger local index belong to no group: only the ranks in groups reduce data between nodes.
         """
         smallest = min(len(ranks) for ranks in self.ranks_by_node)
         return tuple(tuple(ranks[i] for ranks in self.ranks_by_node) for i in range(smallest))
@@ -162,7 +161,8 @@ class ParallelMesh:
     Ranks that differ only in their node and local indices are data parallel: they hold the same part of the model.
 
     ranks: world rank at each index [stage][node][local][tensor]. A tensor group always lies on one node.
-    by_node: True if all ranks with the same index on the `node` axis are on one node, so that `local` groups are too.
+    by_node: True if all ranks with the same index on the `node` axis are on one node. The ranks of each `local` group
+    are then on one node, too.
     """
 
     ranks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
@@ -172,10 +172,11 @@ class ParallelMesh:
     def plan(cls, topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> ParallelMesh:
         """Arranges the ranks on the four axes.
 
-        Each tensor group is adjacent ranks of one node, and each pipeline stage is consecutive ranks. If the nodes
-        have different numbers of ranks, or one stage ends and the next begins within a node, the `node` axis has size
-        1 and all data-parallel ranks of a stage are on the `local` axis. Raises TopologyError if the sizes do not
-        divide the ranks.
+        Each tensor group consists of adjacent ranks of one node, and each pipeline stage of consecutive ranks. The
+        ranks are arranged by node if all nodes have the same number of ranks, and either each stage consists of whole
+        nodes or each node of whole stages. Otherwise the `node` axis has size 1, and all data-parallel ranks of a
+        stage are on the `local` axis. Raises TopologyError if `pipeline` or `tensor` is below 1, or if the ranks
+        cannot be divided evenly.
         """
         cls.check(topology, pipeline=pipeline, tensor=tensor)
         in_order = np.concatenate([np.array(ranks, dtype=np.int64) for ranks in topology.ranks_by_node])
@@ -225,7 +226,7 @@ class ParallelMesh:
         return found
 
     def data_axis(self, rank: int) -> Axis:
-        """Returns the data-parallel ranks of `rank` (same stage and tensor index) and its index among them.
+        """Returns the data-parallel ranks of `rank` (same stage and tensor index) and the index of `rank` among them.
 
         All ranks of one tensor group have the same index on this axis.
         """
@@ -235,13 +236,16 @@ class ParallelMesh:
         return Axis("data", tuple(ranks), node * grid.shape[2] + local)
 
     def pipeline_axis(self, rank: int) -> Axis:
-        """Returns the ranks that hold the stages of the model copy of `rank`, and the index of its stage."""
+        """Returns the ranks that hold the stages of the same model copy as `rank`, and the index of its own stage.
+
+        The ranks are in the order of the stages.
+        """
         grid = np.array(self.ranks)
         stage, node, local, tensor = (int(place[0]) for place in np.nonzero(grid == rank))
         return Axis("pipeline", tuple(grid[:, node, local, tensor].tolist()), stage)
 
     def tensor_axis(self, rank: int) -> Axis:
-        """Returns the ranks of the tensor group of `rank`, and its index in the group."""
+        """Returns the ranks of the tensor group of `rank`, and the index of `rank` in that group."""
         group = next(group for stage in self.ranks for node in stage for group in node if rank in group)
         return Axis("tensor", group, group.index(rank))
 
@@ -252,11 +256,11 @@ class ParallelMesh:
     def data_grid(self, *, stage: int = 0, tensor: int = 0) -> tuple[tuple[int, ...], ...]:
         """Returns the data-parallel ranks of one stage and tensor index, grouped by node.
 
-        Raises TopologyError unless every node has the same number of them.
+        Raises TopologyError unless the mesh is arranged by node (`by_node`).
         """
         if not self.by_node:
             raise TopologyError(
-                "shard_within = 'node' needs equally many ranks on every node, each of which holds a whole replica. "
-                "Start the same number on each, or use shard_within = 'world'"
+                "shard_within = 'node' needs equally many ranks on every node, since the ranks of each node together "
+                "hold a whole replica. Start the same number of ranks on each node, or use shard_within = 'world'"
             )
         return tuple(tuple(group[tensor] for group in node) for node in self.ranks[stage])

@@ -1,7 +1,7 @@
 """Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure.
 
-In the formulas, n is the bytes of float32 gradients, and w the bytes sent per byte of these. There are N ranks on C
-nodes, R on each. A link has the latency a, b seconds per byte and o seconds per message.
+In the formulas, n is the bytes of float32 gradients, and w the bytes sent per byte of float32. There are N ranks on C
+nodes, R on each. A link has the latency a, and takes b seconds per byte and o seconds per message.
 
 Sources. Ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. Direct (all-to-all and all-gather of slices),
 and the library's choice between recursive doubling, and reduce-scatter with all-gather: Thakur, Rabenseifner and
@@ -33,8 +33,8 @@ class Cost:
     """Time of one reduction, and the resources that it uses.
 
     total_s: seconds from the moment at which the last rank has its bucket until all ranks have the sum. link_s: seconds
-    for which it occupies each direction of a node's link. cpu_s: processor time of each rank, for sums, conversions and
-    messages, in seconds. sent_bytes: bytes that leave each node.
+    for which the reduction occupies each direction of a node's link. cpu_s: processor time of each rank, for sums,
+    conversions and messages, in seconds. sent_bytes: bytes that leave each node.
     """
 
     total_s: float
@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def occupied_s(self) -> float:
-        """Seconds for which this reduction occupies the resource, link or processor, that it needs longest."""
+        """The larger of `link_s` and `cpu_s`: seconds for which the reduction occupies its busiest resource."""
         return max(self.link_s, self.cpu_s)
 
 
@@ -55,9 +55,10 @@ NOTHING = Cost(total_s=0.0, link_s=0.0, cpu_s=0.0, sent_bytes=0.0)
 class ChunkCost:
     """Time and resources that one chunk of a bucket needs.
 
-    alone_s: seconds if no other chunk is in flight. link_s: seconds for which it occupies the node's link. cpu_s:
-    processor time of each rank. sent_bytes: bytes that leave each node. rounds: number of messages that wait for each
-    other. apart_s: the part of cpu_s before the first message and after the last one.
+    alone_s: seconds if no other chunk is in flight. link_s: seconds for which the chunk occupies the node's link.
+    cpu_s: processor time of each rank in seconds. sent_bytes: bytes that leave each node. rounds: number of messages that are
+    sent one after another, because each depends on the one before. apart_s: the part of `cpu_s` before the first
+    message and after the last one.
     """
 
     alone_s: float
@@ -69,7 +70,10 @@ class ChunkCost:
 
 
 def actual_algorithm(algorithm: str, layout: Layout, *, wire: str) -> str:
-    """Returns the algorithm that runs where `algorithm` is asked for, as `hpctrain.reduce.choose_algorithm` says."""
+    """Returns the algorithm that runs if `algorithm` is asked for, as `hpctrain.reduce.choose_algorithm` decides.
+
+    Raises UsageError if there is no cost formula for `algorithm`.
+    """
     if algorithm not in ALGORITHMS:
         raise UsageError(
             f"there is no cost formula for the algorithm {algorithm!r}: choose among {', '.join(ALGORITHMS)}"
@@ -98,8 +102,8 @@ def _sent_as_bytes(wire: str) -> bool:
 def cost_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:
     """Returns the cost of reducing `num_bytes` of float32 gradients. Raises UsageError for an unknown name.
 
-    hpctrain's own algorithms work on chunks, up to `IN_FLIGHT` at once: the resource that is busiest limits, or the
-    time of a chunk alone if latency does.
+    hpctrain's own algorithms work on chunks, up to `IN_FLIGHT` at once. Their time is limited by the busiest resource
+    or, if latency dominates, by the time of a single chunk.
     """
     if layout.ranks == 1 or num_bytes <= 0:
         return NOTHING
@@ -128,9 +132,10 @@ def cost_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, mach
 
 
 def exchanges_at_once(algorithm: str, layout: Layout) -> int:
-    """Returns how many pairs of ranks send a chunk to each other through a node's link in an algorithm of the engine.
+    """Returns how many pairs of ranks send a chunk to each other through a node's link at once.
 
-    In a ring each rank sends to one rank and receives from another, unless there are only two.
+    algorithm: one of hpctrain's own algorithms. In a ring there are no such pairs unless it has two ranks, since each
+    rank sends to one rank and receives from another.
     """
     if layout.nodes == 1:
         return 0
@@ -142,7 +147,7 @@ def exchanges_at_once(algorithm: str, layout: Layout) -> int:
 
 
 def chunk_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> ChunkCost:
-    """Returns what a chunk of `num_bytes` needs in one of hpctrain's own algorithms."""
+    """Returns the time and resources that a chunk of `num_bytes` needs in one of hpctrain's own algorithms."""
     per_node, share = layout.ranks_per_node, wire_share(wire)
     if algorithm == "ring":
         return _ring_chunk(num_bytes, layout.ranks, share=share, layout=layout, machine=machine)
