@@ -157,8 +157,8 @@ def compare_documents(
     names = [name for name in first.figures if name in second.figures]
     if not names:
         raise UsageError(
-            f"{old} and {new} have no size in common: {'; '.join(first.figures) or 'none'} against "
-            f"{'; '.join(second.figures) or 'none'}"
+            f"{old} and {new} have no size in common: the first has {'; '.join(first.figures) or 'none'}, the second "
+            f"{'; '.join(second.figures) or 'none'}. Measure the same sizes"
         )
     rounds = (len(first.figures[names[0]]), len(second.figures[names[0]]))
     if min(rounds) < 2:
@@ -224,8 +224,8 @@ def _notes(
         notes.append(f"both measured commit {old.commit}")
     if not comparison.paired:
         notes.append(
-            "one was measured after the other: a change of the machine in between looks like a change of the code; "
-            "measure in turns with --at-most 1 --resume"
+            "the rounds of the two were not measured in turns: a change of the machine in between looks like a change "
+            "of the code; measure in turns with `hpctrain bench scaling --at-most 1 --resume`"
         )
     if comparison.least_p > comparison.alpha:
         notes.append(

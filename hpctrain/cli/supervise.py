@@ -147,7 +147,7 @@ def supervise_command(
 class TrainCommand:
     """What the supervisor needs to know of a command `hpctrain train RECIPE ...`.
 
-    `paths` are the paths its ranks read.
+    checkpoints: folder of the checkpoints. paths: paths that the ranks read: the recipe and the datasets.
     """
 
     run_directory: Path

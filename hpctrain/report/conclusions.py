@@ -69,7 +69,7 @@ def by_axis(run: RunData) -> Table | None:
     return Table(
         name=f"axes-{run.label}", title=f"Positions of {run.label} in the efficiency model", rows=rows, head="place",
         columns=["ranks", *(f"{part.replace('_', ' ')}, ms" for part in _PARTS)],
-        note="In a step, the mean over ranks and steps. Bubble: the stages of a rank wait for others.",
+        note="Time per step, mean over ranks and steps. Bubble: the stages of a rank wait for other stages.",
     )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def reduction_table(runs: Sequence[RunData], limits: Sequence[ReductionLimit | N
     return Table(
         name="reduction", title="Reduction against the limit of links and memory",
         columns=[run.label for run, _ in measured], rows=rows,
-        note="In a step. Least: 2 (W-1)/W x bytes / rate over W nodes, or ranks of a node; the larger one counts. "
+        note="Per step. Least: 2 (W-1)/W x bytes / rate over W nodes, or W ranks of a node; the larger time counts. "
         + _unknown([limit for _, limit in measured]),
     )  # fmt: skip
 

@@ -504,7 +504,8 @@ def resize(
     )
     if planned.run_directory.resolve() != run_directory.resolve():
         raise UsageError(
-            f"{before.recipe} now names the run directory {planned.run_directory}, but the job's is {run_directory}"
+            f"{before.recipe} now names the run directory {planned.run_directory}, but the job's is {run_directory}: "
+            "set run.directory to that of the job again"
         )
     if before.is_shrinkable and not overrides and _may_shrink(active, nodes=nodes):
         shrunk = replace(before, by="shrink", nodes=nodes, overrides=planned.overrides)

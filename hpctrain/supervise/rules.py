@@ -28,8 +28,8 @@ class RestartLimits:
 
     max_restarts: largest number of restarts in one allocation.
     node_budget: number of failures attributed to a node after which the node is excluded.
-    exclude_for_s: seconds for which such a node is excluded, counted from its last failure. Failures longer ago than this
-    do not count.
+    exclude_for_s: seconds for which such a node is excluded, counted from its last failure. Failures longer ago than
+    this do not count.
     max_without_progress: number of consecutive restarts without a newer checkpoint after which the run is given up.
     min_nodes: smallest number of nodes to train on.
     """

@@ -271,7 +271,7 @@ class Supervisor:
                 if len(nodes) < self._limits.min_nodes:
                     say(
                         f"{len(nodes)} nodes are usable and at least {self._limits.min_nodes} needed (--min-nodes): "
-                        "ending with 75, so that the job is queued again"
+                        "ending with exit code 75, so that the job is queued again"
                     )
                     return int(ExitCode.STOPPED_EARLY)
                 attempt, survey = self._attempt(nodes, before=survey)
@@ -295,7 +295,7 @@ class Supervisor:
                 f"Do not queue the job again before the cause is removed; {self._ledger.path} lists the attempts"
             )
         if decision.action is Action.REQUEUE:
-            say("ending with 75, so that the job is queued again")
+            say("ending with exit code 75, so that the job is queued again")
             return int(ExitCode.STOPPED_EARLY)
         return attempt.exit_code or 0
 

@@ -118,7 +118,7 @@ class RecordWriter:
         except OSError as error:
             # A full disk must not end the training.
             print(
-                f"hpctrain: no further records go to {self._path}: {error.strerror}",
+                f"hpctrain: no further records are written to {self._path}: {error.strerror}",
                 file=sys.stderr,
                 flush=True,
             )

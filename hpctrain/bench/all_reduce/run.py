@@ -124,8 +124,8 @@ def nccl_to_start(algorithms: tuple[str, ...]) -> str | None:
     asked = [name for name in algorithms if name in NCCL_ALGORITHMS]
     if len(asked) > 1:
         raise UsageError(
-            f"--algorithms: {' and '.join(asked)} cannot be measured in one process, as Horovod runs the one that it "
-            "was started with: measure them one after another"
+            f"--algorithms: {' and '.join(asked)} cannot be measured in one process, since Horovod uses the algorithm "
+            "with which it was started: call this command once for each of them"
         )
     return asked[0] if asked else None
 
@@ -199,7 +199,9 @@ def check_runs(asked: Algorithm, *, wire: str, capabilities: Capabilities) -> No
     """Raises UsageError if another algorithm would run instead of `asked`. The message does not name `asked`."""
     if capabilities.topology.num_ranks == 1:
         if asked is not Algorithm.FLAT:
-            raise UsageError("one rank sends nothing, so that all algorithms are the same: see flat")
+            raise UsageError(
+                "one rank sends nothing, so that all algorithms are the same: see the row of flat"
+            )
         return
     if asked is Algorithm.FLAT and capabilities.nccl is not None and encodes_every_value(wire):
         raise UsageError(f"{capabilities.nccl.value} would run instead: Horovod was started with it")

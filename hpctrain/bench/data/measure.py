@@ -256,7 +256,7 @@ def batches_to_read(asked: DataAsked, *, num_samples: int, sample_bytes: int) ->
     if asked.num_batches > in_epoch:
         raise UsageError(
             f"{asked.num_batches} batches of {asked.batch} samples were asked for; an epoch of "
-            f"{num_samples} samples has {in_epoch}"
+            f"{num_samples} samples has {in_epoch}: ask for at most {in_epoch}"
         )
     return asked.num_batches
 

@@ -314,8 +314,8 @@ def check_same_sweep(
         differs.append(f"--repeats {settings.repeats} is less than was measured")
     if differs:
         raise UsageError(
-            f"--resume: the options differ from those of the runs so far ({'; '.join(differs)}), which would not "
-            "belong together. Give the same options, or another --json to start a new sweep"
+            f"--resume: the options differ from those of the runs so far ({'; '.join(differs)}), so that further runs "
+            "could not be compared with these. Give the same options, or another --json to start a new sweep"
         )
 
 

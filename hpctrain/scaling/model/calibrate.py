@@ -353,14 +353,15 @@ def _overlap_slowdown(
     for run in runs:
         if run.algorithm not in ALGORITHMS or share_of_float32(run.wire) is None or not run.overlap:
             notes.append(
-                f"the run on {run.nodes} nodes ({run.algorithm}, {run.wire}) is not used: name one algorithm that has "
-                "a formula (reduction.algorithm) whose reductions overlap with backward"
+                f"the run on {run.nodes} nodes ({run.algorithm}, {run.wire}) is not used: the model has no formula for "
+                "its algorithm or wire format, or its reductions do not overlap with backward. Train with another "
+                "reduction.algorithm or reduction.wire"
             )
             continue
         if run.samples != workload.samples:
             raise UsageError(
-                f"the runs to calibrate with have {workload.samples} and {run.samples} samples for each rank in a "
-                "step: give both the same"
+                f"the runs of --calibration have {workload.samples} and {run.samples} samples per rank and step: use "
+                "runs with the same number"
             )
         setup = Setup(algorithm=run.algorithm, wire=run.wire)
         measured.append(

@@ -56,9 +56,9 @@ class ChunkCost:
     """Time and resources that one chunk of a bucket needs.
 
     alone_s: seconds if no other chunk is in flight. link_s: seconds for which the chunk occupies the node's link.
-    cpu_s: processor time of each rank in seconds. sent_bytes: bytes that leave each node. rounds: number of messages that are
-    sent one after another, because each depends on the one before. apart_s: the part of `cpu_s` before the first
-    message and after the last one.
+    cpu_s: processor time of each rank in seconds. sent_bytes: bytes that leave each node. rounds: number of messages
+    that are sent one after another, because each depends on the previous one. apart_s: the part of `cpu_s` before the
+    first message and after the last one.
     """
 
     alone_s: float

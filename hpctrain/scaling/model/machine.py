@@ -178,7 +178,9 @@ def parse_nodes(text: str) -> tuple[int, ...]:
             raise UsageError(f"--nodes {text!r}: write numbers as 1,2,8 or a range 1..4096")
         low, high = int(first), int(last) if dots else int(first)
         if not 1 <= low <= high:
-            raise UsageError(f"--nodes {text!r}: the range must start at 1 or above and end above its start")
+            raise UsageError(
+                f"--nodes {text!r}: a range must start at 1 or above, and end at its start or above"
+            )
         found |= {low, high} | {2**k for k in range(high.bit_length()) if low <= 2**k <= high}
     return tuple(sorted(found))
 

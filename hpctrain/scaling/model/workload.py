@@ -222,8 +222,8 @@ def workload_of(alone: RunRecords, *, busy: Sequence[RunRecords] = ()) -> Worklo
     others = [run for run in busy if run.samples != alone.samples]
     if others:
         raise UsageError(
-            f"the runs to calibrate with have {alone.samples} and {others[0].samples} samples for each rank in a step: "
-            "give both the same"
+            f"the runs of --calibration have {alone.samples} and {others[0].samples} samples per rank and step: use "
+            "runs with the same number"
         )
     backward_s, update_s = profile["backward_s"], profile["update_s"]
     ratios = [run.rank_compute_s / alone.rank_compute_s for run in busy]

@@ -20,7 +20,8 @@ def parse_trace_steps(text: str) -> tuple[range, ...]:
         steps = range(int(begin), int(end or begin) + 1)
         if not steps or steps.start < 1 or (found and steps.start <= found[-1].stop):
             raise ValueError(
-                f"{part.strip()!r} in {text!r}: count steps from 1, and give ascending ranges with a gap between two"
+                f"{part.strip()!r} in {text!r}: steps count from 1, and ranges must ascend, with at least one step "
+                "between two ranges"
             )
         found.append(steps)
     return tuple(found)
