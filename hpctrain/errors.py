@@ -115,7 +115,7 @@ class BufferMismatch(CommunicationError):
 class DivergedError(HpctrainError):
     """The run has diverged and cannot be rolled back.
 
-    For too many steps, loss or gradients were not finite, or the loss jumped.
+    In too many steps, the loss or the gradients were not finite, or the loss jumped.
     """
 
     exit_code = ExitCode.DIVERGED

@@ -87,7 +87,7 @@ class Topology:
         return self.ranks_by_node
 
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the groups of the `node` axis: for each local index, the ranks that have it on their node.
+        """Returns the groups of the `node` axis: for each local index, the ranks of all nodes with this local index.
 
         If the nodes have different numbers of ranks, there are as many groups as the smallest node has ranks. Ranks
         with a larger local index belong to no group: only the ranks in groups reduce data between nodes.

@@ -23,7 +23,7 @@ class Cache(str, Enum):
 
 
 def evict(paths: Iterable[Path]) -> None:
-    """Asks the kernel to drop these files' pages from the page cache; it keeps pages that a process has mapped.
+    """Asks the kernel to drop these files' pages from the page cache. Pages that a process has mapped stay there.
 
     Raises DataError if a file cannot be opened, flushed or dropped.
     """

@@ -1,9 +1,9 @@
 """Conclusions from the measurements of a run, as sentences that each name a number and its source. Pure functions.
 
-Why one run is slower per rank than another follows from an identity. Its samples/s per rank, relative to the reference,
-is a product: of the ratios of the two runs' factors (load balance, serialisation, transfer, share of computing), and of
-computation scaling. If the product is e, a factor f explains the part ln f / ln e of the loss. The parts of all factors
-add up to 1.
+Why one run is slower per rank than a reference run follows from an identity. The ratio of their samples/s per rank is a
+product of five factors: computation scaling, and the ratios of load balance, serialisation, transfer and share of
+computing. If the product is e, a factor f explains the part ln f / ln e of the loss. The parts of all factors add up
+to 1.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def reduction_table(runs: Sequence[RunData], limits: Sequence[ReductionLimit | N
 
 
 def _unknown(limits: Sequence[ReductionLimit]) -> str:
-    """Returns which numbers are missing, and how to get them."""
+    """Returns a text that says which numbers are missing, and how to get them."""
     found = []
     if any(limit.gradient_bytes is None for limit in limits):
         found.append("Where a run has recorded no buckets, its bytes are not known.")

@@ -62,7 +62,7 @@ class Outcome:
     Attributes:
         trained: The share of training that was not lost.
         saving: The share in which saves stopped training.
-        lost: The share since the last save before each failure, which is lost.
+        lost: The share of training since the last save before each failure, which is lost.
         down: The share of detecting failures and of restarting.
         queued: The share of waiting for nodes.
     """

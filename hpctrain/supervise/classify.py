@@ -1,4 +1,4 @@
-"""The failure classifier: concludes from the evidence about the end of an attempt why it ended. Pure.
+"""The failure classifier: pure functions that conclude from the evidence on an attempt's end why it ended.
 
 Certain evidence is judged first: a normal end, a requested stop, nodes that do not answer. Next are lines that name an
 exhausted resource (memory, disk). Next is the rank that failed first: a rank whose own message says that it ends the

@@ -156,11 +156,11 @@ class EffectiveTime:
 
 
 def effective_time(attempts: Sequence[Attempt]) -> EffectiveTime:
-    """Returns how much of the attempts' time advanced the run. Attempts that still run are left out. Pure.
+    """Returns how much of the attempts' time advanced the run. Attempts that still run are left out. A pure function.
 
-    Of the training time of an attempt, the share that its steps that were not lost have in all its steps is effective.
-    Start-up, failures and the time between attempts in one allocation count as wall time; the time in which a job waits
-    in the queue does not.
+    Of the training time of an attempt, the fraction gained / (gained + lost) is effective, where `gained` and `lost`
+    are its steps gained and lost. Start-up, failures and the time between attempts in one allocation count as wall
+    time; the time in which a job waits in the queue does not.
     """
     wall_s = effective_s = 0.0
     previous: Attempt | None = None

@@ -51,7 +51,7 @@ class Allocation:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Returns the Slurm allocation of this process, or this machine outside Slurm. Asks Slurm for it.
+    """Returns the Slurm allocation of this process. Outside Slurm, returns this machine as an allocation of one node.
 
     Raises LaunchError if the node list cannot be read, or if the job is heterogeneous.
     """
@@ -120,7 +120,7 @@ class JobFacts:
 
 
 def read_job(text: str) -> JobFacts:
-    """Parses the output of `scontrol show job --oneliner` with times in seconds since 1970. Pure."""
+    """Parses the output of `scontrol show job --oneliner`, which must have its times in seconds since 1970."""
     nodes = re.search(r"(?<!\S)NodeList=(\S+)", text)
     start, end, preempted = (
         re.search(rf"(?<!\S){name}=(\d+)(?!\S)", text) for name in ("StartTime", "EndTime", "PreemptTime")
@@ -284,7 +284,7 @@ def _without_slurmd(nodes: Sequence[str], *, allocation: Allocation) -> list[str
 
 
 def read_check(text: str) -> dict[str, tuple[str, str]]:
-    """Parses the output of the check. Returns, for each node, its verdict `ok` or `bad` and the text after it. Pure."""
+    """Parses the output of the check. Returns, for each node, its verdict `ok` or `bad` and the text after it."""
     return {node: (word, rest.strip()) for node, word, rest in _LINE.findall(text)}
 
 

@@ -1,4 +1,4 @@
-"""Rules of restarting: the decision that follows from the attempts so far, and the nodes that are excluded. Pure."""
+"""Rules of restarting: what to do after an attempt, and which nodes are excluded. Pure functions of the attempts."""
 
 from __future__ import annotations
 

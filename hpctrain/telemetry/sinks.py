@@ -43,7 +43,8 @@ class Sink(Protocol):
 class Sinks:
     """Passes records to several sinks. A sink that fails is reported once and closed; training continues.
 
-    Sinks are closed in the order in which they were opened. warn: prints a line; None: to standard error.
+    Sinks are closed in the order in which they were opened. warn: a function that prints a line; None: lines are
+    printed to standard error.
     """
 
     def __init__(self, *, warn: Callable[[str], None] | None = None) -> None:

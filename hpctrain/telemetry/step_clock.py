@@ -30,7 +30,7 @@ class StepPart:
             only a comparison of the ranks can tell them apart.
         letter: The letter that stands for the part in the terminal.
         style: The style of that letter, in the notation of the library rich.
-        measured: True if `StepClock` measures the part on the main thread. The other parts are computed from these.
+        measured: True if `StepClock` measures the part on the main thread. Other parts are computed from measured ones.
         optional: True if the records of some runs or of earlier versions lack the part. Its time is then 0.
         note: An explanation for the help text of a metric.
     """

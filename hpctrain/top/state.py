@@ -1,4 +1,4 @@
-"""Computes what the view shows from the records and files of a run. Pure."""
+"""Computes what the view shows from the records and files of a run. Pure functions."""
 
 from __future__ import annotations
 

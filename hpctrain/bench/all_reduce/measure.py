@@ -94,7 +94,7 @@ class CellResult:
     """The result of a cell, the same on every rank.
 
     Attributes:
-        samples_s: The time of the slowest rank, for each repeat.
+        samples_s: For each repeat, the seconds of the slowest rank.
         sent_bytes_per_node: The payload bytes that a node sent per reduction; the largest value of all nodes.
         relative_error: The error of the last reduction on the worst rank: the largest difference from the float64 sum,
             divided by the largest absolute value of that sum. It includes the error feedback of earlier reductions.
@@ -315,7 +315,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceAsked:
-    """The settings of the measurement. `sizes_bytes` are sizes of float32 gradients, ascending. Raises UsageError."""
+    """The settings of the measurement. Raises UsageError for values out of range.
+
+    sizes_bytes: sizes of the float32 gradients, ascending. in_flight: number of buckets that are reduced at the same
+    time.
+    """
 
     sizes_bytes: tuple[int, ...]
     algorithms: tuple[str, ...]
@@ -406,8 +410,8 @@ def measure_all_reduce(
     Combinations that cannot run, or in whose place another one would run, are left out, and notes say why. If the
     reducers do not all fit into memory, they are measured in groups, and a note says so.
 
-    memory_bytes: the limit for the buckets of one rank; None: half of a host's free memory, but at most 80% of the free
-    space in /dev/shm, divided by the number of ranks on the host; the host with the least per rank counts.
+    memory_bytes: the limit for the buckets of one rank. None: half of a host's free memory, but at most 80% of the free
+    space in /dev/shm, divided by the number of ranks on the host; of all hosts, the smallest result is used.
 
     Raises UsageError if no combination can run.
     """
@@ -454,7 +458,10 @@ def measure_all_reduce(
 def groups_that_fit(
     pairs: Sequence[tuple[str, str]], *, bytes_each: int, budget_bytes: float
 ) -> Iterator[list[tuple[str, str]]]:
-    """Yields the pairs in as few, about equally large groups as memory allows; at least one pair per group."""
+    """Divides the pairs (algorithm, wire format) into groups of about equal size, and yields these.
+
+    There are as few groups as memory allows. Each group has at least one pair.
+    """
     at_once = max(1, int(budget_bytes // max(1, bytes_each)))
     num_groups = -(-len(pairs) // at_once)
     for number in range(num_groups):
@@ -463,7 +470,7 @@ def groups_that_fit(
 
 
 def _memory_for_buckets(comm: Collective) -> float:
-    """Returns the bytes for one rank's buckets, on the host that has least per rank. Collective."""
+    """Returns how many bytes the buckets of one rank may use: the smallest limit of all hosts. Collective."""
     free = SHARE_OF_MEMORY * psutil.virtual_memory().available
     if _SHARED_MEMORY.is_dir():
         free = min(free, SHARE_OF_SHARED * shutil.disk_usage(_SHARED_MEMORY).free)

@@ -229,7 +229,7 @@ class LinkRate:
 
 
 def parse_link(text: str | None) -> float | None:
-    """Parses `--link-mbit`. Returns bytes/s; None for `measure` and if not given. Raises UsageError."""
+    """Parses `--link-mbit`. Returns the rate in bytes/s; None if `text` is None or `measure`. Raises UsageError."""
     if text is None or text == "measure":
         return None
     try:

@@ -38,8 +38,9 @@ class _Chunked:
     """The chunks of one field in one shard.
 
     Attributes:
-        chunk_rows: The rows per chunk; chunk row i starts at row i * chunk_rows.
-        places: (file offset, size in bytes) of each chunk, by chunk row.
+        chunk_rows: The number of rows per chunk. Chunk row i, the chunks with index i along the first dimension, starts
+            at row i * chunk_rows.
+        places: For each chunk row, the file offset and the size in bytes of each of its chunks.
         rows_of: A function that converts samples to rows.
     """
 

@@ -1,4 +1,4 @@
-"""Writes files with which benchmark harnesses run `hpctrain bench scaling` on a cluster.
+"""Makes the files with which benchmark harnesses run `hpctrain bench scaling` on a cluster.
 
 Both harnesses start one job per number of ranks. Within a job, hpctrain starts the ranks and repeats the measurement.
 The functions only read the templates and return text.

@@ -43,7 +43,7 @@ from hpctrain.telemetry import RunDirectory, in_words
 
 
 class Starter(Protocol):
-    """The interface of what starts the ranks of a run."""
+    """The interface of an object that starts the ranks of a run."""
 
     def start(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> str | None:
         """Trains `recipe` to its end on `cell.num_ranks` ranks, with the run directory `directory`/run.
@@ -124,7 +124,7 @@ def summarize_run(
     job: str | None,
     with_environment: bool,
 ) -> ScalingRun:
-    """Returns the run's entry of the document. Pure.
+    """Returns the run's entry of the document. A pure function.
 
     steps: for each rank, its records of the measured steps. Raises LaunchError if the records have no hash of their
     samples.

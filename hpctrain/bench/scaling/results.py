@@ -18,7 +18,7 @@ from hpctrain.scaling import FitChoice, fit_laws, paired_ratio
 def size_results(
     runs: Sequence[ScalingRun], *, baseline_ranks: int, shared: Callable[[int], bool]
 ) -> list[SizeResult]:
-    """Returns the results of each number of ranks, ascending. Only rounds in which the baseline was measured count.
+    """Returns the results of each number of ranks, ascending. Rounds without a run of the baseline do not count.
 
     shared: a function that takes a number of ranks, and returns True if that many ranks have to share cores.
     """

@@ -58,8 +58,8 @@ class ScalingRun(_Part):
         step_s: The seconds of each measured step on its slowest rank.
         samples: The number of samples of all ranks and measured steps.
         sample_sums: For each measured step a hash of the set of samples of all ranks, 16 hexadecimal digits.
-        by_rank: The sums of each rank.
-        job: The Slurm job, if the run had one of its own.
+        by_rank: For each rank, its sums over the measured steps.
+        job: The ID of the run's own Slurm job; None if it had none.
         environment: The run's environment.json, in the first run of each size; null in the other runs.
     """
 

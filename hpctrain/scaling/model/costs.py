@@ -1,4 +1,4 @@
-"""Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure.
+"""Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure functions.
 
 In the formulas, n is the bytes of float32 gradients, and w the bytes sent per byte of float32. There are N ranks on C
 nodes, R on each. A link has the latency a, and takes b seconds per byte and o seconds per message.
@@ -179,9 +179,10 @@ def chunk_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, mac
 def _direct_chunk(
     num_bytes: float, count: int, *, share: float, layout: Layout, machine: Machine
 ) -> ChunkCost:
-    """2 a + 2 (N - 1) o + 2 R (N - R)/N n w b; as many bytes to move, encode, add and decode.
+    """Returns the cost of a chunk that is summed by all-to-all and all-gather: 2 a + 2 (N - 1) o + 2 R (N - R)/N n w b.
 
-    The link begins with the first message that is ready, so of link and processor the slower one counts.
+    In addition, processors move, encode, add and decode the bytes. The link starts as soon as the first message is
+    ready, so that link and processor work at the same time, and the slower of the two counts.
     """
     per_node = layout.ranks_per_node
     slice_bytes, others = num_bytes / count, count - 1
@@ -203,11 +204,11 @@ def _direct_chunk(
 
 
 def _ring_chunk(num_bytes: float, count: int, *, share: float, layout: Layout, machine: Machine) -> ChunkCost:
-    """2 (N - 1) (a + o + n/N w b).
+    """Returns the cost of a chunk that is reduced in a ring: 2 (N - 1) (a + o + n/N w b).
 
-    Where neighbours are on other nodes at some hops only, a round takes as long as the busiest hop is occupied, or
-    the mean of the hops: a message that goes round the ring passes each of them once (the cycle mean of the max-plus
-    matrix, Baccelli et al. 1992, theorem 3.23).
+    If only some hops of the ring lead to another node, a round takes as long as the busiest hop is occupied, or as the
+    mean time of a hop, whichever is longer: a message that goes round the ring passes each hop once (the cycle mean of
+    the max-plus matrix, Baccelli et al. 1992, theorem 3.23).
     """
     slice_bytes, rounds = num_bytes / count, 2 * (count - 1)
     network, local = machine.network, machine.local
@@ -246,8 +247,9 @@ def _sums(slice_bytes: float, *, others: int, share: float, machine: Machine) ->
 def _library(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:
     """Returns the cost of the backend's own all-reduce: the quicker of recursive doubling and Rabenseifner's algorithm.
 
-    MPI libraries switch between these (Open MPI 4.1, coll_tuned_decision_fixed.c: at 8 KiB from 4 ranks on). It blocks
-    and is not cut into chunks, so link, sums and latency add up. A rank polls while it waits, so its core is busy.
+    MPI libraries switch between these (Open MPI 4.1, coll_tuned_decision_fixed.c: at 8 KiB from 4 ranks on). The
+    all-reduce blocks and is not cut into chunks, so the times of link, sums and latency add up. A rank polls while it
+    waits, so that its core is busy.
     """
     if algorithm == "hierarchical-flat":
         return _in_levels(num_bytes, wire=wire, layout=layout, machine=machine)
@@ -266,7 +268,7 @@ def _quickest(num_bytes: float, *, share: float, layout: Layout, machine: Machin
 
 
 def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machine) -> ChunkCost:
-    """Returns the cost by NCCL's model of its ring: latencies of all steps, and bytes at the rate of the slower hop.
+    """Returns the cost by NCCL's own model of its ring: the latencies of all steps, and the bytes at the slower rate.
 
     Source: NCCL, src/graph/tuning.cc, ncclTopoTuneModel and ncclTopoGetAlgoTime.
     """
@@ -287,9 +289,9 @@ def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machi
 def _doubling(num_bytes: float, *, halves: bool, share: float, layout: Layout, machine: Machine) -> ChunkCost:
     """Returns the cost of recursive doubling, log2 N (a + n w b).
 
-    halves: of Rabenseifner's algorithm instead, 2 log2 N a + 2 (N - 1)/N n w b. Partners are at the distances 1, 2, 4,
-    ..., so the first log2 R exchanges stay within the node. A number of ranks that is not a power of two takes two more
-    rounds. While a link is busy, processors move the bytes: the slower one counts.
+    halves: if True, the cost of Rabenseifner's algorithm instead, 2 log2 N a + 2 (N - 1)/N n w b. Partners are at the
+    distances 1, 2, 4, ..., so the first log2 R exchanges stay within the node. A number of ranks that is not a power of
+    two takes two more rounds. While a link is busy, processors move the bytes; the slower of the two counts.
     """
     # Two ranks have no other partner, in whose exchange one of them could be late.
     pairs = layout.ranks_per_node if layout.ranks > 2 else 0
@@ -336,6 +338,6 @@ def _in_levels(num_bytes: float, *, wire: str, layout: Layout, machine: Machine)
 
 
 def _added_up(chunk: ChunkCost, *, polls: bool) -> Cost:
-    """Returns the cost of a reduction that is one chunk. polls: a rank that waits keeps its core busy."""
+    """Returns the cost of a reduction that is one chunk. polls: True if a rank that waits keeps its core busy."""
     cpu_s = chunk.alone_s if polls else chunk.cpu_s
     return Cost(total_s=chunk.alone_s, link_s=chunk.link_s, cpu_s=cpu_s, sent_bytes=chunk.sent_bytes)

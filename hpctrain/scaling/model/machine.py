@@ -1,4 +1,4 @@
-"""Speeds of a machine, from which costs are computed: links, nodes, wire formats. Pure."""
+"""Speeds of a machine, from which costs are computed: links, nodes, wire formats. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Link:
 
     latency_s: seconds from the end of sending an empty message to the end of receiving it; latencies of several
     messages overlap. bytes_per_s: rate of a large message. per_message_s: seconds for which a message occupies its
-    sender, in addition to those of its bytes; they add up over messages. sigma: standard deviation of the logarithm of
-    the rates of such links; a layout is limited by its slowest link. turns: fraction of the exchanges between two ranks
-    in which one direction is sent after the other instead of at the same time, see `exchange_factor`.
+    sender, in addition to the time of its bytes; these seconds add up over messages. sigma: standard deviation of the
+    logarithm of the rates of such links; a layout is limited by its slowest link. turns: fraction of the exchanges
+    between two ranks in which one direction is sent after the other instead of at the same time, see
+    `exchange_factor`.
     """
 
     latency_s: float

@@ -1,4 +1,4 @@
-"""Predicts the time of a step and the efficiency for any layout, and names the resource that limits it. Pure."""
+"""Predicts the time of a step and the efficiency for any layout, and names the limiting resource. Pure functions."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class RunMetrics:
     Args:
         rank: The rank of this process; metrics of the whole run are exposed on rank 0 only.
         given: Values that are known before training.
-        probes: For each metric whose value is read only when it is requested, by name: the function that reads it.
+        probes: Functions by the name of a metric. Each returns the value of its metric when that value is requested.
     """
 
     def __init__(
