@@ -53,9 +53,9 @@ def check_command(
 ) -> None:
     """Compare a training with itself, and name the cause if it differs.
 
-    A few steps on 1 rank and on several, in float64 where the model allows, with and without micro-batches, stopped and
-    resumed, twice with the same seed. Prints what differs, by how much, from which step and tensor on, and the most
-    probable cause. Nothing is written to the run's directory.
+    Trains a few steps several times: on 1 rank and on several, with and without micro-batches, stopped and resumed, and
+    twice with the same seed; in float64 if the model allows it. Prints what differs, by how much, from which step and
+    tensor on, and the most probable cause. Nothing is written to the run's directory.
 
     \b
     hpctrain check examples/digits.toml -n 2

@@ -117,10 +117,10 @@ class Scaling:
     """A run compared with a reference, usually on fewer ranks.
 
     Attributes:
-        computation: The reference's computing time per sample, over all ranks, divided by this run's.
+        computation: The computing time per sample, summed over all ranks, of the reference divided by that of this run.
         global_efficiency: Parallel efficiency x share of computing x computation scaling, that is, the computing time
             that the reference needs for this run's samples, divided by the time of all ranks.
-        relative_speed: The samples/s per rank divided by the reference's.
+        relative_speed: The samples/s per rank of this run divided by those of the reference.
     """
 
     computation: float
