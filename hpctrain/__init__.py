@@ -1,9 +1,11 @@
 """hpctrain: distributed PyTorch training on HPC systems.
 
-`init` joins the ranks that mpirun or srun started; `Dataset` and `Loader` read HDF5 shards; `save` and
-`open_checkpoint` are the checkpoints. Public are the names that this package and its public packages export, which
-are those that `__init__.pyi` imports as a whole (`checkpoint`, `data` and so on); everything else is private. Names are
-loaded when they are used: `hpctrain --help` needs no torch.
+`init` joins the ranks that mpirun or srun started. `Dataset` and `Loader` read HDF5 shards. `save` writes checkpoints,
+and `open_checkpoint` reads them.
+
+The public names are those that this package and its public packages export. The public packages are those that
+`__init__.pyi` imports as a whole (`checkpoint`, `data` and so on). Everything else is private. A name is imported when
+it is first used, so that `hpctrain --help` does not import torch.
 """
 
 from hpctrain.public_names import attach

@@ -1,7 +1,7 @@
 """Exceptions that hpctrain raises for the user, and the exit codes of its commands.
 
-Each class has the exit code of a command that ends with this error. A message states what was asked, what was found,
-on which rank, and what to do.
+The attribute `exit_code` of each class is the exit code of a command that ends with this error. A message states what
+was asked, what was found, on which rank, and what to do.
 
 An error with `agreed` = True is raised on every rank of the run (see `hpctrain.comm.collectives.agreement`), so all
 ranks shut down normally. An error that is not agreed was raised on one rank only: the run must be aborted, because
@@ -115,7 +115,7 @@ class BufferMismatch(CommunicationError):
 class DivergedError(HpctrainError):
     """The run has diverged and cannot be rolled back.
 
-    For too many steps, loss or gradients were not finite, or the loss jumped.
+    In too many steps, the loss or the gradients were not finite, or the loss jumped.
     """
 
     exit_code = ExitCode.DIVERGED

@@ -1,4 +1,4 @@
-"""Names of the public packages: imported when they are first used; those of the previous version still work."""
+"""Lazy import of the names of the public packages. Names of the previous version still work, with a warning."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _ALL = re.compile(r"^__all__ = \[(.*?)\]", flags=re.DOTALL | re.MULTILINE)
 def attach(
     package: str, file: str, *, old_names: Mapping[str, str | tuple[str, str]] | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Returns `__getattr__`, `__dir__` and `__all__` of a public package, whose names its `__init__.pyi` lists.
+    """Returns `__getattr__`, `__dir__` and `__all__` for a public package.
 
-    If the stub has an `__all__`, the names in it are public, and the others are for the other packages of hpctrain.
+    The package's stub `__init__.pyi` lists its names. If the stub has an `__all__`, only the names in `__all__` are
+    public; the stub's other names are for use within hpctrain.
 
     Args:
         package: The package's `__name__`.
-        file: The package's `__file__`, in the folder of the stub.
-        old_names: Names of the previous version, each with the dotted name to use now, or with the dotted name of a
-            private object and what to use instead of it. They can still be imported, with a DeprecationWarning, but
-            are in neither `dir()` nor the stub.
+        file: The package's `__file__`. The stub is in the same folder.
+        old_names: For each name of the previous version, the dotted name to use now. For a name that became private,
+            a pair: the dotted name of the private object, and what to use instead. Old names can still be imported,
+            with a DeprecationWarning, but are in neither `dir()` nor the stub.
     """
     load, _, names = lazy_loader.attach_stub(package, file)
     listed = _ALL.search(Path(file).with_suffix(".pyi").read_text())

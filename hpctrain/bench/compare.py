@@ -25,9 +25,9 @@ class MeasuredRounds:
     """The rounds of a measurement.
 
     Attributes:
-        figures: The samples/s of each round by name; higher is better.
+        figures: For each size, by its name, the samples/s of every round; higher is better.
         spans: Start and end of each round in seconds since 1970; empty if the document does not have them.
-        facts: What must be equal for the figures to be comparable, by name.
+        facts: Machine, settings and recipe, by name. Two measurements are comparable only if their facts are equal.
         commit: The commit that was measured.
     """
 
@@ -55,9 +55,10 @@ def read_rounds(path: Path) -> MeasuredRounds:
 
 
 def alternate(old: MeasuredRounds, new: MeasuredRounds) -> bool:
-    """Returns True if the two measurements alternated: equally many rounds, each old one next to its new one in time.
+    """Returns True if the two measurements alternated in time, so that their rounds form pairs.
 
-    Round r of both must lie between the rounds r - 1 and r + 1 of both.
+    They must have equally many rounds. Round r of both must begin after round r - 1 of both has ended, and end before
+    round r + 1 of either begins.
     """
     if not old.spans or len(old.spans) != len(new.spans):
         return False
@@ -123,7 +124,8 @@ def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
 class ComparedDocuments:
     """The comparison of two documents.
 
-    rounds: the numbers of old and new rounds. notes: what a reader must know to judge the figures.
+    old, new: paths of the documents. rounds: the number of rounds of the old and of the new document. notes: texts that
+    a reader needs to judge the figures.
     """
 
     old: str
@@ -147,13 +149,16 @@ class ComparedDocuments:
 def compare_documents(
     old: Path, new: Path, *, threshold: float = 0.0, alpha: float = 0.05, seed: int = 0
 ) -> ComparedDocuments:
-    """Compares the figures that both documents have. Raises UsageError if they have too little in common."""
+    """Compares the figures that both documents have. For `threshold`, `alpha` and `seed` see `compare_rounds`.
+
+    Raises UsageError if the documents have no size in common, or if one of them has fewer than two whole rounds.
+    """
     first, second = read_rounds(old), read_rounds(new)
     names = [name for name in first.figures if name in second.figures]
     if not names:
         raise UsageError(
-            f"{old} and {new} have no size in common: {'; '.join(first.figures) or 'none'} against "
-            f"{'; '.join(second.figures) or 'none'}"
+            f"{old} and {new} have no size in common: the first has {'; '.join(first.figures) or 'none'}, the second "
+            f"{'; '.join(second.figures) or 'none'}. Measure the same sizes"
         )
     rounds = (len(first.figures[names[0]]), len(second.figures[names[0]]))
     if min(rounds) < 2:
@@ -172,7 +177,7 @@ def compare_documents(
 
 
 def comparison_table(found: ComparedDocuments) -> Table:
-    """Returns the compared figures as a table for the terminal, one row each."""
+    """Returns a table for the terminal with one row per compared figure."""
     columns = ("figure", "new / old", "95% interval", "p fell", "p rose", "noise", "would find", "verdict")
     table = empty_table(f"{found.new} / {found.old}", columns, texts=("figure",))
     for figure in found.comparison.figures:
@@ -191,7 +196,7 @@ def comparison_table(found: ComparedDocuments) -> Table:
 
 
 def comparison_lines(found: ComparedDocuments) -> list[str]:
-    """Returns the lines below the table: how the figures were compared, what makes it doubtful, and the verdict."""
+    """Returns the lines below the table: how the figures were compared, reasons for doubt, and the verdict."""
     comparison = found.comparison
     arrangements = f"{'all' if comparison.exact else 'a sample of'} {comparison.arrangements:,} arrangements"
     order = "measured in turns" if comparison.paired else "not measured in turns"
@@ -219,8 +224,8 @@ def _notes(
         notes.append(f"both measured commit {old.commit}")
     if not comparison.paired:
         notes.append(
-            "one was measured after the other: a change of the machine in between looks like a change of the code; "
-            "measure in turns with --at-most 1 --resume"
+            "the rounds of the two were not measured in turns: a change of the machine in between looks like a change "
+            "of the code; measure in turns with `hpctrain bench scaling --at-most 1 --resume`"
         )
     if comparison.least_p > comparison.alpha:
         notes.append(

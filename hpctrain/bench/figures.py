@@ -1,4 +1,4 @@
-"""Parses and formats sizes in bytes, computes median and spread of repeated measurements, and makes tables of them."""
+"""Parses and formats sizes in bytes, computes median and spread of repeated measurements, and makes tables."""
 
 from __future__ import annotations
 
@@ -85,7 +85,11 @@ def _range(text: str) -> list[int]:
 
 
 def describe_bytes(num_bytes: float) -> str:
-    """Returns a size as text, such as `4 KB` or `1.02 MB`; `64 MiB` for an integer below 1024 of KiB, MiB or GiB."""
+    """Returns a size as text, such as `4 KB` or `1.02 MB`.
+
+    A whole number (below 1024) of KiB, MiB or GiB is shown in that unit, such as `64 MiB`, unless the size is also a
+    multiple of 1000 bytes.
+    """
     if num_bytes >= 1024 and num_bytes == int(num_bytes):
         for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
             if num_bytes % unit == 0 and num_bytes // unit < 1024 and num_bytes % 1000 != 0:
@@ -115,7 +119,7 @@ class Spread:
 
 
 def spread_of(samples: Sequence[float]) -> Spread:
-    """Returns the spread, with quantiles interpolated linearly (numpy's default).
+    """Returns the spread of `samples`. Quantiles are interpolated linearly (numpy's default).
 
     Raises ValueError if there are no samples.
     """
@@ -133,7 +137,7 @@ def spread_of(samples: Sequence[float]) -> Spread:
 
 
 def describe_spread(spread: Spread, show: Callable[[float], str]) -> str:
-    """Returns median and quartiles as text, such as `12.1 (11.8-12.9)`; the value alone for a single sample."""
+    """Returns median and quartiles as text, such as `12.1 (11.8-12.9)`; only the value if there is a single sample."""
     if spread.count == 1:
         return show(spread.median)
     return f"{show(spread.median)} ({show(spread.q1)}-{show(spread.q3)})"
@@ -145,7 +149,10 @@ def describe_ms(seconds: Spread) -> str:
 
 
 def show_number(value: float) -> str:
-    """Returns a number with at least three digits, at most six decimals, no exponent: `0.0123`, `12.3`, `1,234`."""
+    """Returns a number as text with at least three significant digits, at most six decimals and no exponent.
+
+    Examples: `0.0123`, `12.3`, `1,234`.
+    """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))

@@ -15,7 +15,7 @@ from hpctrain.errors import DataError
 class Cache(str, Enum):
     """The state of the page cache.
 
-    WARM: it has what earlier rounds read. COLD: files are evicted before each reading.
+    WARM: the cache keeps what earlier rounds read. COLD: the files are evicted before each reading.
     """
 
     WARM = "warm"
@@ -23,7 +23,10 @@ class Cache(str, Enum):
 
 
 def evict(paths: Iterable[Path]) -> None:
-    """Asks the kernel to drop these files' pages. It keeps pages that a process has mapped. Raises DataError."""
+    """Asks the kernel to drop these files' pages from the page cache. Pages that a process has mapped stay there.
+
+    Raises DataError if a file cannot be opened, flushed or dropped.
+    """
     for path in paths:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -9,9 +9,9 @@ FIRST_AFTER_S = 3.0
 
 
 class MeasurementProgress:
-    """Prints the fraction of the work that is done and the estimated remaining time. Prints nothing if not `shown`.
+    """Prints the fraction of the work that is done and the estimated remaining time.
 
-    Call it with the fraction, 0 to 1.
+    Call the object with the fraction, 0 to 1. It prints nothing if `shown` is False.
     """
 
     def __init__(self, *, what: str, shown: bool) -> None:

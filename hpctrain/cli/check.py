@@ -53,9 +53,9 @@ def check_command(
 ) -> None:
     """Compare a training with itself, and name the cause if it differs.
 
-    A few steps on 1 rank and on several, in float64 where the model allows, with and without micro-batches, stopped and
-    resumed, twice with the same seed. Prints what differs, by how much, from which step and tensor on, and the most
-    probable cause. Nothing is written to the run's directory.
+    Trains a few steps several times: on 1 rank and on several, with and without micro-batches, stopped and resumed, and
+    twice with the same seed; in float64 if the model allows it. Prints what differs, by how much, from which step and
+    tensor on, and the most probable cause. Nothing is written to the run's directory.
 
     \b
     hpctrain check examples/digits.toml -n 2
@@ -102,7 +102,7 @@ def check_command(
 def _launched(
     recipe: Path, options: list[str], *, num_ranks: int, launcher: Launcher, folder: Path
 ) -> dict[str, Any]:
-    """Starts the ranks and returns their result. Their output goes to stderr."""
+    """Starts the ranks and returns the result of their check. The ranks' output goes to stderr."""
     result = folder / "result.json"
     options = [*options, "--scratch", str(folder), "--result", str(result)]
     plan = plan_launch(
@@ -134,7 +134,8 @@ def _check_here(
 ) -> None:
     """Checks on the ranks that a launcher started.
 
-    result: a file for the parent process, which prints the result or ends with the error that all ranks have.
+    result: a file into which rank 0 writes the result, or the error that all ranks have, for the process that started
+    the ranks; None: rank 0 prints the result.
     """
     from hpctrain.run import check_recipe, load_recipe
 

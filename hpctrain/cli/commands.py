@@ -33,8 +33,9 @@ _GROUPS = {
 
 
 def add_commands(app: typer.Typer, asked: str | None) -> None:
-    """Adds commands to the root: only the command `asked`, since each takes a while to import; all if there is no such
-    one.
+    """Adds the command `asked` to the root command. If there is no such command, adds all commands.
+
+    Not all are added each time, since importing a command takes a while.
     """
     _suggest_once(app)
     names = [name for name in (*_COMMANDS, *_GROUPS) if name == asked] or [*_COMMANDS, *_GROUPS]
@@ -50,7 +51,10 @@ def add_commands(app: typer.Typer, asked: str | None) -> None:
 
 
 def _suggest_once(app: typer.Typer) -> None:
-    """Leaves suggestions for an unknown command to click, which makes them from 8.4 on, as typer does from 0.20 on."""
+    """Turns off typer's suggestions for an unknown command if click makes them too.
+
+    click makes suggestions from 8.4 on, and typer from 0.20 on.
+    """
     if hasattr(click.exceptions, "NoSuchCommand"):
         app.suggest_commands = False
         for group in app.registered_groups:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def summary_of(manifest: Manifest) -> str:
-    """Returns samples, shards and size in one line, for example `1,437 samples in 4 shards, 0.5 MB`."""
+    """Returns the numbers of samples and shards and the size, for example `1,437 samples in 4 shards, 0.5 MB`."""
     shards = len(manifest.shards)
     what = "samples" if manifest.tokens is None else "token windows"
     megabytes = f"{manifest.file_bytes / 1e6:,.1f} MB"
@@ -51,7 +51,7 @@ class Meter:
             self._bars.stop()
 
     def part(self, directory: Path) -> Callable[[int, int | None], None]:
-        """Returns the progress callback (amount done, total or None) for one dataset directory."""
+        """Returns a callback that takes (amount done, total or None) and shows the progress of one dataset."""
         if self._bars is None:
             return lambda done, total: self._line(directory, done, total)
         task = self._bars.add_task(str(directory), total=None)
@@ -389,7 +389,7 @@ def verify_dataset_command(
 
 
 def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, list[dict[str, Any]]]:
-    """Verifies this rank's part. Returns the damage that it found, as JSON, by dataset directory."""
+    """Verifies this rank's part of each dataset. Returns, by dataset directory, the damage that it found, as JSON."""
     from hpctrain.data import find_datasets, verify_dataset
 
     found: dict[str, list[dict[str, Any]]] = {}
@@ -402,7 +402,7 @@ def _verify_part(directory: Path, *, rank: int, num_ranks: int) -> dict[str, lis
 
 
 def _join(parts: list[dict[str, list[dict[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
-    """Joins the findings of the ranks, in rank order. Damage that continues from one part into the next becomes one."""
+    """Joins the findings of the ranks, in rank order. Damage that continues in the next rank's part is one finding."""
     from hpctrain.data import Damage, merge_damage
 
     joined: dict[str, list[Damage]] = {}

@@ -44,7 +44,7 @@ def report(
     timeout_s: float,
     as_json: bool,
 ) -> Severity:
-    """Examines this rank, merges the findings of all ranks, and prints them. Returns the highest level. Collective."""
+    """Examines this rank, merges the findings of all ranks, and prints them. Returns the worst severity. Collective."""
     facts = inspect_rank(
         run_directory=run_directory,
         environ=os.environ,
@@ -68,10 +68,10 @@ def report(
 def _report_together(
     facts: dict[str, Any], identity: RankIdentity, *, backend: str, timeout_s: float, as_json: bool
 ) -> Severity:
-    """Gathers the ranks' facts, from which rank 0 prints one report. Returns the same level on every rank. Collective.
+    """Gathers the facts of all ranks, from which rank 0 prints one report. Collective.
 
-    If the ranks cannot connect, this rank prints its own findings and returns PROBLEM. If MPI ends the process because
-    it cannot start, the findings are printed too, but the exit code is MPI's.
+    Returns the same severity on every rank. If the ranks cannot connect, this rank prints its own findings and returns
+    PROBLEM. If MPI cannot start and ends the process, the findings are printed too, but the exit code is MPI's.
     """
     silence = f"the ranks did not connect (MPI may have printed more): {cure_for(identity.launcher)}"
     try:
@@ -104,7 +104,10 @@ def _report_together(
 
 
 def _words(facts: Mapping[str, Any], identity: RankIdentity, failure: str) -> str:
-    """Returns this rank's own report for the case that the ranks cannot connect. Each line starts with the rank."""
+    """Returns this rank's own report, for the case that the ranks cannot connect. Each line begins with the rank.
+
+    failure: why the ranks could not connect.
+    """
     findings = judge_rank({**facts, "communication": {"error": failure}})
     prefix = f"hpctrain doctor: rank {identity.rank} on {identity.node_name}:"
     return "\n".join(

@@ -96,7 +96,11 @@ def main() -> None:
 
 
 def _let_stops_end() -> None:
-    """Lets a stop request end this rank while it starts, if the other ranks do not wait for it then."""
+    """Lets a stop request end this rank while it starts.
+
+    This is done only if no other rank waits for this one afterwards: without a launcher, or under `hpctrain launch`,
+    which ends all ranks when one has left.
+    """
     identity = identify(os.environ, socket.gethostname())
     if identity.launcher == "none":
         let_interrupts_end()

@@ -58,11 +58,11 @@ def plan_command(
     hpctrain plan recipe.toml --ranks 64 --ranks-per-node 4 --memory 80GiB --set run.device=cuda
     hpctrain plan recipe.toml --ranks 8 --memory 40GB --set data.micro_batches=4 --json
 
-    Parameters, gradients and optimizer state are counted without memory for them. Activations are measured: a few
+    Parameters, gradients and optimizer state are counted without allocating them. Activations are measured: a few
     samples of the training data go forward and backward on this machine's CPU. Without data, or if the model is too
-    large for this machine, they are left out, and a note says so.
+    large for this machine, activations are left out, and a note says so.
 
-    Exit code: 0 if a way fits, or --memory is not given; 8 if none does, as a run would end too.
+    Exit code: 0 if a way fits, or --memory is not given; 8 if no way fits, the code with which a run would end.
     """
     from hpctrain.bench import parse_size
     from hpctrain.run import load_recipe, memory_document, memory_lines, memory_table, plan_memory

@@ -32,7 +32,8 @@ def this_rank() -> int:
 def all_ranks() -> Iterator[World]:
     """Opens the world of the ranks that the launcher started; closes it on exit and after an agreed error. Collective.
 
-    An error on one rank ends the other ranks too: the launcher does that, or `abort` for other exceptions.
+    An error on one rank ends the other ranks too. After an HpctrainError the launcher ends them; after any other
+    exception `World.abort` does.
     """
     from hpctrain.comm import open_world
 
@@ -53,10 +54,9 @@ def all_ranks() -> Iterator[World]:
 
 @contextmanager
 def progress(verb: str, *, rank: int) -> Iterator[Callable[[int, int], None]]:
-    """Yields a callback that takes (bytes done, bytes in total).
+    """Yields a callback that takes (bytes done, bytes in total) and shows the progress of rank 0's own work on stderr.
 
-    Rank 0 shows its own part of the work on stderr: a bar on a terminal, else a plain line every LINE_INTERVAL_S
-    seconds.
+    On a terminal it shows a bar, else it prints a line every LINE_INTERVAL_S seconds. On other ranks it does nothing.
     """
     if rank != 0:
         yield lambda done, total: None

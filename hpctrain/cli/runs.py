@@ -300,7 +300,7 @@ def trace_command(
     horovod: Annotated[
         Path | None,
         typer.Option(
-            "--horovod", metavar="FILE", help="Add Horovod's own timeline: what HOROVOD_TIMELINE named."
+            "--horovod", metavar="FILE", help="Add Horovod's own timeline, the file of HOROVOD_TIMELINE."
         ),
     ] = None,
 ) -> None:

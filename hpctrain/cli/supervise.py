@@ -95,8 +95,8 @@ def supervise_command(
     hpctrain supervise -n 4 -- hpctrain train recipe.toml                      on this machine
     hpctrain supervise -n 12 --ranks-per-node 4 -- hpctrain train recipe.toml     in a job of four nodes: one is a spare
 
-    In Slurm: in the batch script of a job that was submitted with --no-kill.
-    Exit codes: 0 done; 75 queue the job again; 76 do not; 2 usage; 5 the ranks cannot be launched.
+    In Slurm, call it in the batch script of a job that was submitted with --no-kill.
+    Exit codes: 0 done; 75 queue the job again; 76 do not queue it again; 2 usage; 5 the ranks cannot be launched.
     """
     from hpctrain.launch import ForkServer, refuse_program_on_stdin, resolve_command, survey_machine
     from hpctrain.supervise import RestartLimits, SupervisedRun, Supervisor, find_allocation
@@ -147,7 +147,7 @@ def supervise_command(
 class TrainCommand:
     """What the supervisor needs to know of a command `hpctrain train RECIPE ...`.
 
-    `paths` are the paths its ranks read.
+    checkpoints: folder of the checkpoints. paths: paths that the ranks read: the recipe and the datasets.
     """
 
     run_directory: Path

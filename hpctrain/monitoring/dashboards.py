@@ -1,8 +1,8 @@
 """Writes dashboards for Grafana, alert rules and an example configuration for Prometheus into a folder.
 
-`files/dashboards.toml` has the dashboards in a form without Grafana: sections of panels, and their PromQL.
-`grafana_dashboard` converts one to Grafana's classic JSON, which Grafana 9 and later import. Data source and run are
-variables of the dashboard, so that the same file suits every Grafana.
+`files/dashboards.toml` has the dashboards in a form that does not depend on Grafana: sections, their panels, and the
+panels' PromQL. `grafana_dashboard` converts a dashboard to Grafana's classic JSON, which Grafana 9 and later import.
+Data source and run are variables of the dashboard, so that the same file can be used in every Grafana.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class DashboardSection(_Part):
 class Dashboard(_Part):
     """A dashboard.
 
-    name: name of its file, also used in its address in Grafana.
-    about: who uses it, and for what.
+    name: name of the dashboard's file, also used in its address in Grafana.
+    about: who uses the dashboard, and for what.
     """
 
     name: str
@@ -166,7 +166,7 @@ def _run_variable() -> dict[str, Any]:
 
 
 def _placed(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
-    """Yields headings and panels with number and position, from left to right and top to bottom."""
+    """Yields headings and panels with their numbers and positions, from left to right and top to bottom."""
     number, top = 0, 0
     for section in dashboard.sections:
         number += 1
@@ -285,7 +285,7 @@ _COPIED = ("alerts.yml", "prometheus.yml")
 
 
 def monitoring_files() -> Mapping[str, str]:
-    """Returns the text of each file, by its path in the folder."""
+    """Returns the text of each file that `write_monitoring` writes, by the file's path in the folder."""
     found = {
         f"dashboards/{dashboard.name}.json": json.dumps(grafana_dashboard(dashboard), indent=2) + "\n"
         for dashboard in read_dashboards()

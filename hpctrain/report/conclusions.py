@@ -1,8 +1,9 @@
-"""Conclusions from the measurements of a run, as sentences that each name a number and its source. Pure.
+"""Conclusions from the measurements of a run, as sentences that each name a number and its source. Pure functions.
 
-Why one run is slower per rank than another follows from identities. Its samples/s per rank, relative to the reference,
-is the product of the ratios of the factors (load balance, serialisation, transfer, share of computing) and of
-computation scaling. The part of a factor f in a loss to e is ln f / ln e; these add up to 1 over the factors.
+Why one run is slower per rank than a reference run follows from an identity. The ratio of their samples/s per rank is a
+product of five factors: computation scaling, and the ratios of load balance, serialisation, transfer and share of
+computing. If the product is e, a factor f explains the part ln f / ln e of the loss. The parts of all factors add up
+to 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _PARTS = ("compute", "bubble", "exposed_sync", "input")
 
 
 def places(run: RunData, axis: str) -> dict[int, list[int]]:
-    """Returns the ranks at each index of an axis, `pipeline` or `tensor`; {} if the axis has one index."""
+    """Returns, for each index on the axis `pipeline` or `tensor`, the ranks at this index.
+
+    Returns {} if the axis has fewer than two indices.
+    """
     found: dict[int, list[int]] = {}
     for rank, entry in enumerate(run.environment["ranks"]):
         if axis in entry:
@@ -40,7 +44,7 @@ def places(run: RunData, axis: str) -> dict[int, list[int]]:
 def stage_seconds(run: RunData) -> list[float]:
     """Returns the seconds per step that each pipeline stage computes, as the mean over its ranks and the steps.
 
-    Empty if the run is not a pipeline or lacks the times of all ranks.
+    Returns [] if the run is not a pipeline, or if the times of all ranks are not known.
     """
     if run.times is None:
         return []
@@ -65,7 +69,7 @@ def by_axis(run: RunData) -> Table | None:
     return Table(
         name=f"axes-{run.label}", title=f"Positions of {run.label} in the efficiency model", rows=rows, head="place",
         columns=["ranks", *(f"{part.replace('_', ' ')}, ms" for part in _PARTS)],
-        note="In a step, the mean over ranks and steps. Bubble: the stages of a rank wait for others.",
+        note="Time per step, mean over ranks and steps. Bubble: the stages of a rank wait for other stages.",
     )  # fmt: skip
 
 
@@ -85,9 +89,10 @@ class Level:
     """One level of a reduction: between nodes, or between the ranks of a node.
 
     Attributes:
-        sent_bytes: The bytes that each of the `members` must send per step; None if the size of the wire format depends
-            on the gradients.
-        bytes_per_s: The rate of the level; None if unknown.
+        members: The number of nodes, or of ranks of a node.
+        sent_bytes: The bytes that each member must send per step; None if the size of the wire format depends on the
+            gradients, or if the run has not recorded its buckets.
+        bytes_per_s: The rate at which a member can send; None if unknown.
         source: Where that rate was measured.
     """
 
@@ -108,12 +113,13 @@ class ReductionLimit:
     """The measured time of a run's reductions and its lower bound, for a run on several ranks.
 
     Attributes:
-        gradient_bytes: The bytes of one rank's gradients, not cast; None if the run has not recorded its buckets.
+        gradient_bytes: The bytes of one rank's gradients before encoding; None if the run has not recorded its buckets.
         nodes: The level between nodes; None if there is one node.
         ranks: The level within a node; None if there is one rank per node.
-        hidden_s: Seconds of reduction per step behind computation, the mean over the ranks; None if not measured.
-        exposed_s: Seconds of reduction per step in which a rank has nothing else to do, without waits for slower ranks,
-            the mean over the ranks; None if not measured.
+        hidden_s: The seconds per step in which a rank computes while a reduction runs, as the mean over the ranks; None
+            if not measured.
+        exposed_s: The seconds per step in which a rank only waits for a reduction, without the wait for slower ranks,
+            as the mean over the ranks; None if not measured.
     """
 
     gradient_bytes: int | None
@@ -125,7 +131,7 @@ class ReductionLimit:
 
     @property
     def least_s(self) -> float | None:
-        """The time of the slower level, among those that are known."""
+        """The lower bound in seconds: the time of the slower level, of those whose time is known; None if none is."""
         found = [
             level.least_s
             for level in (self.nodes, self.ranks)
@@ -139,12 +145,12 @@ class ReductionLimit:
 
     @property
     def times_least(self) -> float | None:
-        """The measured time divided by the bound. It is below 1 if caches are faster than memory."""
+        """The measured time divided by the lower bound. It can be below 1, since caches are faster than memory."""
         return self.measured_s / self.least_s if self.measured_s is not None and self.least_s else None
 
 
 def reduction_limit(run: RunData, *, link_bytes_per_s: float | None = None) -> ReductionLimit | None:
-    """Returns the time of a run's reductions and its lower bound; None on one rank.
+    """Returns the time of a run's reductions and its lower bound; None if the run has only one rank.
 
     link_bytes_per_s: the rate of a node's link in one direction; None: the rate that the run has measured.
     """
@@ -206,13 +212,13 @@ def reduction_table(runs: Sequence[RunData], limits: Sequence[ReductionLimit | N
     return Table(
         name="reduction", title="Reduction against the limit of links and memory",
         columns=[run.label for run, _ in measured], rows=rows,
-        note="In a step. Least: 2 (W-1)/W x bytes / rate over W nodes, or ranks of a node; the larger one counts. "
+        note="Per step. Least: 2 (W-1)/W x bytes / rate over W nodes, or W ranks of a node; the larger time counts. "
         + _unknown([limit for _, limit in measured]),
     )  # fmt: skip
 
 
 def _unknown(limits: Sequence[ReductionLimit]) -> str:
-    """Returns which numbers are missing, and how to get them."""
+    """Returns a text that says which numbers are missing, and how to get them."""
     found = []
     if any(limit.gradient_bytes is None for limit in limits):
         found.append("Where a run has recorded no buckets, its bytes are not known.")
@@ -287,7 +293,7 @@ _FAR_FROM_LIMIT = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """A conclusion. `weight` orders them, the largest first. `source` is the measurement that supports it."""
+    """A conclusion. `source` is the measurement that supports it. Conclusions with a larger `weight` come first."""
 
     text: str
     source: str
@@ -300,7 +306,7 @@ def conclude(
 ) -> list[Conclusion]:
     """Returns the conclusions from a run, the most important first.
 
-    reference: the run with which it is compared. limit: the bound of its reductions.
+    reference: the run with which `run` is compared. limit: the lower bound on the time of the reductions of `run`.
     """
     found: list[Conclusion] = [*_of_attempts(run), *_of_incidents(run)]
     if run.efficiency is not None:
@@ -313,7 +319,10 @@ def conclude(
 
 
 def factors_of_loss(run: Efficiency, *, reference: Efficiency) -> dict[str, float]:
-    """Returns the factor of each cause in the samples/s per rank. Their product is the whole change."""
+    """Returns the factor by which each cause changes the samples/s per rank, relative to the reference.
+
+    The product of the factors is the whole change.
+    """
     ours, theirs = run.factors, reference.factors
     return {
         "computation scaling": against(run, reference=reference).computation,
@@ -357,7 +366,7 @@ def _of_scaling(
 
 
 def _of_stages(run: RunData) -> Iterator[Conclusion]:
-    """Yields the pipeline stage that computes longest, if the others wait for it."""
+    """Yields a conclusion on the pipeline stage that computes longest, if the other stages wait for it."""
     seconds = stage_seconds(run)
     if len(seconds) < 2:
         return
@@ -433,7 +442,7 @@ def _reduction_text(run: RunData, exposed: float) -> str:
 
 
 def _of_limit(limit: ReductionLimit, *, step_s: float) -> Iterator[Conclusion]:
-    """Yields how far the reductions are from what links and memory allow, if both are known."""
+    """Yields a conclusion on how far the reductions are from the lower bound, if time and bound are known."""
     times, measured_s, least_s = limit.times_least, limit.measured_s, limit.least_s
     if times is None or measured_s is None or least_s is None or not step_s:
         return

@@ -70,7 +70,7 @@ def sweep_title(sweep: ScalingDocument) -> str:
 
 
 def conclude_sweep(sweep: ScalingDocument) -> list[Conclusion]:
-    """Returns the efficiency of the largest size, the law that was fitted, and the limits of both."""
+    """Returns the conclusions from a sweep: the efficiency on most ranks, the fitted law, and what limits their use."""
     found = []
     largest = sweep.sizes[-1] if sweep.sizes else None
     value = None if largest is None else largest.efficiency.get("value")
@@ -118,7 +118,11 @@ def _percent(value: float | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The contents of a report. `conclusions` has those about each run, by its label."""
+    """The contents of a report.
+
+    made: the time at which the report was made, as text. conclusions: pairs of a run's label and the conclusions from
+    that run; a sweep comes first. notes: texts on what is missing in the report.
+    """
 
     title: str
     made: str
@@ -137,9 +141,11 @@ def make_report(
     link_bytes_per_s: float | None = None,
     with_plots: bool = True,
 ) -> Report:
-    """Returns the report on these runs. The run with the fewest ranks is the reference for the others.
+    """Returns the report on these runs. The run with the fewest ranks is the reference for the other runs.
 
     Args:
+        sweep: The document of a scaling sweep to include; None: no sweep.
+        prices: The price of a node, for the costs of the runs; None: no costs.
         link_bytes_per_s: The rate of a node's link in one direction; None: the rates that the runs have measured.
         slurm: The connection to Slurm, which is asked for the energy of the runs' jobs.
         with_plots: Whether to draw figures, which needs matplotlib.
@@ -178,7 +184,7 @@ def make_report(
 
 
 def _labels(directories: Sequence[Path]) -> list[str]:
-    """Returns a label for each directory: its last part, or as much of the path as makes it unique."""
+    """Returns a unique label for each directory: as many of the last parts of its path as are needed."""
     paths = [directory.resolve() for directory in directories]
     for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
         labels = ["/".join(path.parts[-depth:]) for path in paths]
@@ -191,9 +197,9 @@ def _labels(directories: Sequence[Path]) -> list[str]:
 
 
 def write_html(report: Report, path: Path) -> None:
-    """Writes one page without references to other files, to the network, or to JavaScript.
+    """Writes one HTML page that needs no other file, no network and no JavaScript.
 
-    Raises UsageError if it cannot.
+    Raises UsageError if the file cannot be written.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hpctrain.report", "templates"), autoescape=True, trim_blocks=True,
@@ -204,7 +210,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def write_markdown(report: Report, path: Path) -> None:
-    """Writes conclusions and tables as GitHub Markdown. Raises UsageError if it cannot."""
+    """Writes conclusions and tables as GitHub Markdown. Raises UsageError if the file cannot be written."""
     lines = [f"# {report.title}", "", f"Made {report.made}.", ""]
     for label, conclusions in report.conclusions:
         lines += [f"## {label}", "", *(f"- {each.text} ({each.source})" for each in conclusions)]
@@ -220,13 +226,13 @@ def write_markdown(report: Report, path: Path) -> None:
 
 
 def write_csv(report: Report, directory: Path) -> None:
-    """Writes each table as a CSV file with unrounded numbers. Raises UsageError if it cannot."""
+    """Writes each table as a CSV file with unrounded numbers. Raises UsageError if a file cannot be written."""
     for table in report.tables:
         _write(directory / f"{_file_name(table.name)}.csv", _csv(table).encode())
 
 
 def write_png(report: Report, directory: Path) -> None:
-    """Writes each figure as a PNG file on a white background. Raises UsageError if it cannot."""
+    """Writes each figure as a PNG file on a white background. Raises UsageError if a file cannot be written."""
     for plot in report.plots:
         _write(directory / f"{_file_name(plot.name)}.png", plot.png())
 

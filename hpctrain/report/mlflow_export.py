@@ -39,8 +39,8 @@ class ExportedRun:
     """The result of an export.
 
     Attributes:
-        new: Whether the store did not have this run before.
-        num_values: The number of metrics sent this time.
+        new: True if the store did not have this run before.
+        num_values: The number of metric values that this export sent.
         uri: The address of the store, without a password.
     """
 
@@ -54,7 +54,7 @@ class ExportedRun:
 def export_to_mlflow(
     directory: Path, *, uri: str | None = None, experiment: str = "hpctrain", name: str | None = None
 ) -> ExportedRun:
-    """Writes the run in `directory` to an MLflow tracking store. A further call adds what is new since the last one.
+    """Writes the run in `directory` to an MLflow tracking store. A later call adds what is new since the last call.
 
     uri: the address of the store or server; None: an SQLite file in the run directory. name: the name of the run; None:
     `run.name`. Raises UsageError if `directory` is not a run directory or MLflow is not installed; LaunchError if the

@@ -44,7 +44,7 @@ _LEAST_SHARE = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A figure. `name` is used for files; `text` describes it for readers who do not see it."""
+    """A figure. `name` is used in file names; `text` describes the figure for readers who cannot see it."""
 
     name: str
     title: str
@@ -88,7 +88,10 @@ def check_matplotlib(options: str) -> None:
 def plots_of(
     runs: Sequence[RunData], *, sweep: ScalingDocument | None, limits: Sequence[ReductionLimit | None]
 ) -> list[Plot]:
-    """Returns the figures for which the runs have data. `limits` has the bound of each run's reductions."""
+    """Returns the figures for which the runs have data.
+
+    limits: for each run, the lower bound on the time of its reductions; None for a run on one rank.
+    """
     found = [
         _loss(runs),
         _speed(runs),
@@ -331,7 +334,7 @@ def _chosen_law(sweep: ScalingDocument) -> dict[str, dict[str, float]] | None:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """Returns at most some hundred points, each the mean of neighbouring points, so that a page stays small."""
+    """Returns at most `_MOST_POINTS` points, each the mean of adjacent points, so that a page stays small."""
     width = -(-len(points) // _MOST_POINTS) if points else 1
     groups = [points[at : at + width] for at in range(0, len(points), width)]
     return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]

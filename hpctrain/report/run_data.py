@@ -25,8 +25,9 @@ class Energy:
     """The energy that the counters of the run's nodes have measured over all starts.
 
     Attributes:
-        joules: The energy by source.
-        total_j: The total, where a counter of a whole node includes the others.
+        joules: The energy by source, summed over the nodes.
+        total_j: The total over the nodes. Of a node with a counter of the whole node, only that counter is included,
+            since it includes the others.
         ranks: The ranks that have read the counters of their nodes.
     """
 
@@ -36,7 +37,7 @@ class Energy:
 
     @classmethod
     def of(cls, records: Sequence[tuple[int, Record]]) -> Energy | None:
-        """Returns the sum of records `energy`, each with its rank; None if there are none."""
+        """Returns the sum of records of the kind `energy`, given as (rank, record); None if there are none."""
         if not records:
             return None
         joules: dict[str, float] = {}
@@ -55,22 +56,25 @@ class RunData:
     """The content of one run directory.
 
     Attributes:
-        label: The unique name of the run in the report.
+        label: The name of the run in the report; no other run of the report has it.
         environment: The environment of the newest start.
         starts: The lines of starts.jsonl.
         summary: The summary; None if no start has ended normally.
         steps: The step records of rank 0; for a repeated step the newest.
         checkpoints: The save records of rank 0; for a repeated save the newest.
         evaluations: The evaluation records of rank 0; for a repeated evaluation the newest.
-        performed: The seconds of all steps on rank 0, including repeated ones, with the time of each (epoch).
-        incidents: Records of the kinds `INCIDENTS` from all ranks with records, oldest first.
+        performed: For each step of rank 0, including repeated ones: the time of its record in seconds since 1970, and
+            the seconds of the step.
+        incidents: Records of the kinds `INCIDENTS`, oldest first: those of rank 0, and records `damage` of all ranks.
         efficiency: The efficiency since the last start; None if not measured.
-        times: The times of all ranks; None if not all have recorded their steps, and `why_no_times` says why.
+        times: The times of all ranks; None if not all ranks have recorded their steps.
+        why_no_times: Why `times` is None; "" if it is not.
         energy: The energy; None if no counter could be read.
         gradient_bytes: The bytes of a rank's buckets; None if not recorded.
-        probe: The speeds of nodes and links, if measured before training.
-        probed_link: The bytes/s of the slowest node, if links were measured during training.
-        calibrations: The entries of reduction.json.
+        probe: The document probe.json, with the speeds of nodes and links; None if they were not measured before
+            training.
+        probed_link: The bytes/s of the slowest node's link; None if links were not measured during training.
+        calibrations: The entries of reduction.json, which `reduction.algorithm = "auto"` writes.
     """
 
     directory: Path
@@ -117,7 +121,7 @@ class RunData:
         return any(threads[host] > len(cores[host]) for host in threads if cores[host])
 
     def jobs(self) -> list[str]:
-        """Returns the Slurm jobs of the run, oldest first; empty outside Slurm."""
+        """Returns the IDs of the run's Slurm jobs, oldest first; empty outside Slurm."""
         variables = [start["environment"].get("variables", {}) for start in self.starts]
         return list(dict.fromkeys(found["SLURM_JOB_ID"] for found in variables if "SLURM_JOB_ID" in found))
 
@@ -129,9 +133,10 @@ class RunData:
         return None if found is None or not found.step_s else found.samples / found.steps / found.step_s
 
     def node_hours(self) -> float:
-        """Returns the hours of all nodes: of the attempts of `hpctrain supervise`, else of the steps.
+        """Returns the node-hours of the run.
 
-        Start-up is not included in the latter.
+        For a run of `hpctrain supervise`, the duration of every ended attempt counts. For other runs, the time of the
+        steps counts, without start-up.
         """
         if self.attempts:
             return sum(
@@ -150,7 +155,7 @@ class RunData:
 def read_run(directory: Path, *, label: str = "") -> RunData:
     """Returns the content of a run directory.
 
-    Raises UsageError if the directory is not a run directory, LaunchError for an unreadable ledger.
+    Raises UsageError if the directory is not a run directory, and LaunchError if attempts.jsonl cannot be read.
     """
     run = RunDirectory(directory)
     environment = run.environment()

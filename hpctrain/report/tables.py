@@ -26,7 +26,7 @@ else:
 
 
 class Prices(BaseModel):
-    """The price of a node per hour, and its currency as it is shown."""
+    """The price of a node per hour, and the name or sign of the currency, as reports show it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,7 +59,7 @@ class Row:
     """One row of a table: a name and a value per column.
 
     format: the format specification of numbers, such as ".1%"; text is shown unchanged, None as a dash. indent: the
-    depth below the row above.
+    nesting level of the row's name, 0 for a top-level row.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Table:
     """One table of a report.
 
     Attributes:
-        name: Its name in files, in lower case with hyphens.
+        name: The name of the table in file names, in lower case with hyphens.
         columns: The column headings.
         head: The heading of the rows' names.
     """
@@ -141,7 +141,7 @@ def what_ran(runs: Runs) -> Table:
 
 
 def quality(runs: Runs) -> Table | None:
-    """Returns the held-out metrics at the end of each run; None if no run has any."""
+    """Returns the metrics on held-out data of each run's last evaluation; None if no run has evaluated."""
     last = [dict(run.evaluations[-1]["quality"]) if run.evaluations else {} for run in runs]
     names = list(dict.fromkeys(name for found in last for name in found))
     if not names:
@@ -153,7 +153,10 @@ def quality(runs: Runs) -> Table | None:
 
 
 def pop(runs: Runs) -> Table | None:
-    """Returns the POP efficiencies, for several runs also relative to the first; None if no run has measured them."""
+    """Returns the POP efficiencies of the runs; None if no run has measured them.
+
+    If several runs have measured them, the table also compares each run with the first of these.
+    """
     measured = [(run, run.efficiency) for run in runs if run.efficiency is not None]
     if not measured:
         return None
@@ -189,7 +192,7 @@ def pop(runs: Runs) -> Table | None:
 
 
 def parts(runs: Runs) -> Table | None:
-    """Returns how the time of a step is divided, in ms; None if no run has measured it."""
+    """Returns how the time of a step is divided into parts, in ms; None if no run has measured the parts."""
     measured = [(run, run.efficiency) for run in runs if run.efficiency is not None]
     if not measured:
         return None
@@ -231,7 +234,7 @@ def step_times(runs: Runs) -> Table:
 
 
 def checkpoints(runs: Runs) -> Table | None:
-    """Returns the cost of the saves; None if no run has saved."""
+    """Returns number, size and time of the saves; None if no run has saved."""
     if not any(run.checkpoints for run in runs):
         return None
 
@@ -335,7 +338,7 @@ def _kwh_of_jobs(run: RunData, slurm_j: Mapping[str, float]) -> Value:
 
 
 def attempts(run: RunData) -> Table | None:
-    """Returns the ledger of a supervised run; None for other runs."""
+    """Returns the table of the attempts of a supervised run; None for other runs."""
     if not run.attempts:
         return None
     rows = [
@@ -365,7 +368,7 @@ def attempts(run: RunData) -> Table | None:
 
 
 def incidents(run: RunData, *, most: int = 50) -> Table | None:
-    """Returns the newest incidents of a run; None if it had none."""
+    """Returns the newest incidents of a run, at most `most`; None if it had none."""
     if not run.incidents:
         return None
     rows = [
@@ -385,7 +388,7 @@ def incidents(run: RunData, *, most: int = 50) -> Table | None:
 
 
 def incident_text(record: Record) -> str:
-    """Returns the record of an incident as one line of text, without its time."""
+    """Returns the record of an incident as one line of text, without the time of the incident."""
     where = f", step {record['step']}" if record.get("step") is not None else ""
     return f"{str(record['kind']).replace('_', ' ')}{where}: {_details(record)}"
 

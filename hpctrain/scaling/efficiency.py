@@ -33,7 +33,10 @@ _Seconds = TypeVar("_Seconds", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """The POP efficiencies, between 0 and 1. `computing` is the share of the ranks' own time in which they computed."""
+    """The POP efficiencies, between 0 and 1.
+
+    computing: the share of computing in the time that ranks spend neither in communication nor in pipeline bubbles.
+    """
 
     load_balance: float
     serialisation: float
@@ -54,11 +57,11 @@ class Efficiency:
     """How the ranks spent their time in some steps.
 
     Attributes:
-        parts: The seconds per step by name as in `PART_NAMES`, the mean over ranks and steps.
-        own_s: A rank's seconds per step without communication. `mean` is the mean over ranks and steps; `largest` is
-            the mean over the steps of the slowest rank; `ideal` is the mean over the steps of the latest arrival in
-            each, that is, the largest own time, in a pipeline with its bubbles.
-        samples: The samples of all ranks in these steps.
+        parts: The seconds per step of each part, by the names in `PART_NAMES`, as the mean over ranks and steps.
+        own_s: A rank's own time, that is, its seconds per step without communication. `mean` is the mean over ranks
+            and steps. `largest` is the mean over the steps of the slowest rank. `ideal` is the mean over the steps of
+            the largest own time in each step; in a pipeline, this time includes bubbles.
+        samples: The number of samples of all ranks in these steps.
     """
 
     steps: int
@@ -91,7 +94,7 @@ class Efficiency:
         return sum(self.parts[part.name] for kind in kinds for part in STEP_PARTS if part.kind is kind)
 
     def document(self) -> dict[str, Any]:
-        """Returns the fields of the records `efficiency` in docs/metrics.md."""
+        """Returns the fields of a record `efficiency`, as docs/metrics.md describes them."""
         factors = self.factors
         return {
             "steps": self.steps, "ranks": self.ranks, "samples": self.samples, "step_s": self.step_s,
@@ -103,7 +106,7 @@ class Efficiency:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Efficiency:
-        """Returns the efficiency from a result of `document`. Raises KeyError or TypeError."""
+        """Returns the efficiency from a result of `document`. Raises KeyError or TypeError if fields are wrong."""
         found = {name: document[name] for name in ("steps", "ranks", "samples", "parts", "own_s")}
         absent = {part.name: 0.0 for part in STEP_PARTS if part.optional}
         return cls(**{**found, "parts": {**absent, **document["parts"]}})
@@ -114,10 +117,10 @@ class Scaling:
     """A run compared with a reference, usually on fewer ranks.
 
     Attributes:
-        computation: The reference's computing time per sample, over all ranks, divided by this run's.
+        computation: The computing time per sample, summed over all ranks, of the reference divided by that of this run.
         global_efficiency: Parallel efficiency x share of computing x computation scaling, that is, the computing time
             that the reference needs for this run's samples, divided by the time of all ranks.
-        relative_speed: The samples/s per rank divided by the reference's.
+        relative_speed: The samples/s per rank of this run divided by those of the reference.
     """
 
     computation: float
@@ -138,10 +141,10 @@ def efficiency_from(
     """Returns the efficiency of `steps` steps of `ranks` ranks.
 
     Args:
-        seconds: Sums over ranks and steps, by name as in `PART_KEYS`.
-        own_s: The time without communication, summed over ranks and steps.
-        largest_s: The largest sum of one rank over the steps.
-        ideal_s: The sum over the steps of the largest own time, with bubbles.
+        seconds: The recorded seconds, summed over ranks and steps, by the names in `PART_KEYS`.
+        own_s: The ranks' own time (without communication), summed over ranks and steps.
+        largest_s: The own time of the slowest rank, summed over the steps.
+        ideal_s: The largest own time in each step, including pipeline bubbles, summed over the steps.
     """
     mean = {name: seconds[name] / (steps * ranks) for name in PART_KEYS}
     own = {"mean": own_s / (steps * ranks), "largest": largest_s / steps, "ideal": ideal_s / steps}
@@ -152,12 +155,12 @@ def efficiency_from(
 
 
 def divided(seconds: Mapping[str, _Seconds], *, hidden: _Seconds, waiting: _Seconds) -> dict[str, _Seconds]:
-    """Returns the seconds by name as in `PART_NAMES`, which add up to the step.
+    """Returns the seconds of each part of a step, by the names in `PART_NAMES`. They add up to the step.
 
     Args:
-        seconds: The recorded seconds, by name as in `PART_KEYS`.
-        hidden: The part of `compute` in which a reduction ran.
-        waiting: The part of `exposed_sync` in which slower ranks had not come to the reduction.
+        seconds: The recorded seconds, by the names in `PART_KEYS`.
+        hidden: The seconds of `compute` in which a reduction ran.
+        waiting: The seconds of `exposed_sync` in which slower ranks had not reached the reduction.
     """
     differ = {
         "compute": seconds["compute"] - hidden,
@@ -169,7 +172,7 @@ def divided(seconds: Mapping[str, _Seconds], *, hidden: _Seconds, waiting: _Seco
 
 
 def against(run: Efficiency, *, reference: Efficiency) -> Scaling:
-    """Compares a run with a reference with the same model and samples of the same size."""
+    """Compares a run with a reference run that had the same model and samples of the same size."""
     factors = run.factors
     computation = _ratio(_computed_for_a_sample(reference), _computed_for_a_sample(run))
     return Scaling(
@@ -207,9 +210,9 @@ class StepTimes:
 
     Attributes:
         steps: The step numbers, ascending, shape (steps,).
-        samples: The samples of all ranks per step, shape (steps,).
-        seconds: The seconds by name as in `PART_KEYS`, and `step` and `after_sync`, each of shape (ranks, steps).
-        carried: `after_sync` of the step before, shape (ranks, steps); 0 if that step has no record.
+        samples: The number of samples of all ranks in each step, shape (steps,).
+        seconds: The seconds by the names in `PART_KEYS`, `step` and `after_sync`, each of shape (ranks, steps).
+        carried: `after_sync` of the previous step, shape (ranks, steps); 0 if that step has no record.
     """
 
     steps: NDArray[np.int64]
@@ -225,13 +228,13 @@ class StepTimes:
 def own_times(times: StepTimes) -> Times:
     """Returns each rank's time without communication between the ends of two reductions, shape (ranks, steps).
 
-    For a step without a record of the step before, the time starts at the start of the step.
+    If the previous step has no record, the time starts at the start of the step.
     """
     return _arrivals(times) - times.seconds["bubble"]
 
 
 def _arrivals(times: StepTimes) -> Times:
-    """Returns when each rank arrives at a step's reduction: its own time and bubbles since the reduction before."""
+    """Returns when each rank arrives at a step's reduction: its own time and bubbles since the previous reduction."""
     seconds = times.seconds
     return seconds["step"] - seconds["exposed_sync"] - seconds["after_sync"] + times.carried
 
@@ -239,7 +242,7 @@ def _arrivals(times: StepTimes) -> Times:
 def attribute(times: StepTimes) -> Times:
     """Returns the seconds of all parts of all steps, shape (ranks, steps, parts), in the order of `PART_NAMES`.
 
-    They add up to the seconds of the step.
+    The parts of a step add up to the seconds of that step.
     """
     seconds = times.seconds
     arrivals = _arrivals(times)
@@ -263,7 +266,7 @@ def efficiency_of(times: StepTimes) -> Efficiency:
 
 
 def document_of(times: StepTimes) -> dict[str, Any]:
-    """Returns the efficiency of these steps and the seconds per step of each rank's parts, as JSON."""
+    """Returns, as JSON, the efficiency of these steps, and for each rank the seconds per step of each part."""
     by_rank = attribute(times).mean(axis=1)
     ranks = [dict(zip(PART_NAMES, row.tolist(), strict=True)) for row in by_rank]
     first, last = int(times.steps[0]), int(times.steps[-1])
@@ -279,8 +282,9 @@ _NAMES = (*PART_KEYS, "step", "after_sync")
 def read_step_times(directory: Path, *, first: int = 2, last: int | None = None) -> StepTimes:
     """Returns the recorded times of all ranks of the run in `directory`, for the steps from `first` to `last`.
 
-    By default the first step of a run, in which buckets and memory are set up, is left out. For a repeated step the
-    later record counts. Raises UsageError if a rank has not recorded its steps, or if no step is in all records.
+    By default the first step of a run is left out, since buckets and memory are set up in it. For a repeated step the
+    later record counts. Raises UsageError if a rank has not recorded its steps, or if no step was recorded by all
+    ranks.
     """
     run = RunDirectory(directory)
     num_ranks = len(run.environment()["ranks"])
@@ -295,7 +299,8 @@ def read_step_times(directory: Path, *, first: int = 2, last: int | None = None)
         )
     if "after_sync" not in by_rank[0][steps[0]]["seconds"]:
         raise UsageError(
-            f"the records in {directory / 'metrics'} were made by a version that did not divide its steps"
+            f"the records in {directory / 'metrics'} have no field `after_sync`, since an earlier version of hpctrain "
+            "wrote them: only records of newer runs can be divided into parts"
         )
 
     def carried(record: Mapping[str, Any] | None) -> float:

@@ -20,15 +20,16 @@ class SimulatedJob:
     """A training job and its failures. All times are in seconds.
 
     Attributes:
-        nodes: The nodes that train.
-        spares: The nodes of the job that wait to replace a failed one.
-        node_hours_between_failures: The mean for one node; failures follow an exponential distribution.
-        repair_s: The time until a failed node is a spare again.
+        nodes: The number of nodes that train.
+        spares: The number of further nodes of the job, which wait to replace a failed node.
+        node_hours_between_failures: The mean time in hours between two failures of one node. The times between
+            failures are exponentially distributed.
+        repair_s: The time from the failure of a node until it is available as a spare.
         interval_s: The training time between two saves.
         save_s: The time for which a save stops training.
         detect_s: The time until a failure is noticed.
         restart_s: The time to start the ranks and load the checkpoint.
-        queue_s: The mean wait for a new allocation if nodes are missing, exponential.
+        queue_s: The mean time in the queue for a new allocation if nodes are missing, exponentially distributed.
     """
 
     nodes: int
@@ -56,13 +57,13 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The shares of the time, which add up to 1, and the number of failures.
+    """How a job spent its time, in shares that add up to 1, and the number of failures.
 
     Attributes:
-        trained: The share of training that counts.
-        saving: The share of saves.
-        lost: The share of training that was repeated after a failure.
-        down: The share of detection and restarts.
+        trained: The share of training that was not lost.
+        saving: The share in which saves stopped training.
+        lost: The share of training since the last save before each failure, which is lost.
+        down: The share of detecting failures and of restarting.
         queued: The share of waiting for nodes.
     """
 
@@ -177,7 +178,7 @@ class _Run:
 def sweep(
     job: SimulatedJob, *, intervals_s: Sequence[float], spares: Sequence[int], hours: float, seed: int = 0
 ) -> dict[tuple[float, int], Outcome]:
-    """Returns the outcome for each interval and number of spare nodes, all with the same seed of failures."""
+    """Returns the outcome for each pair (interval in seconds, number of spare nodes), all with the same seed."""
     return {
         (interval_s, count): simulate_job(
             replace(job, interval_s=interval_s, spares=count), hours=hours, seed=seed

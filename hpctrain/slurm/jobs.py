@@ -45,12 +45,15 @@ class Submission:
 
 
 def record_path(run_directory: Path) -> Path:
-    """Returns the file with one line per job. A job adds a line for its successor."""
+    """Returns the path of the file with one line per job of the run.
+
+    If a job is continued by another job, its script adds the line for that job.
+    """
     return run_directory / FOLDER / JOBS
 
 
 def nodes_path(run_directory: Path, job_id: str) -> Path:
-    """Returns the file that tells a job's script how many nodes to keep."""
+    """Returns the path of the file that tells the script of a shrinking job how many nodes to keep."""
     return run_directory / FOLDER / f"nodes-{job_id}"
 
 
@@ -62,12 +65,15 @@ def record_submission(run_directory: Path, submission: Submission) -> None:
 
 
 def recorded_ids(run_directory: Path) -> list[str]:
-    """Returns the ids of a run's newest NUM_RECENT jobs, oldest first; empty if it has none. Raises LaunchError."""
+    """Returns the ids of a run's newest NUM_RECENT jobs, oldest first; [] if no job is recorded. Raises LaunchError."""
     return [str(line["job_id"]) for line in _lines(run_directory) if "job_id" in line][-NUM_RECENT:]
 
 
 def newest_submission(run_directory: Path) -> Submission:
-    """Returns the newest job that was submitted from a recipe. Raises UsageError if there is none, or LaunchError."""
+    """Returns the newest recorded job that was submitted from a recipe.
+
+    Raises UsageError if there is none, and LaunchError if the record cannot be read.
+    """
     names = Submission.__dataclass_fields__
     for line in reversed(_lines(run_directory)):
         if names.keys() <= line.keys():
@@ -100,14 +106,14 @@ _SACCT_FIELDS = "JobID,State,ExitCode,Start,End,Elapsed,NNodes,NodeList"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job, or one task of an array; from sacct, one attempt of it.
+    """One job, or one task of an array. If sacct listed it, one attempt of this job or task.
 
     job_id: `12`, or `12_3` for task 3 of an array.
-    state: Slurm's state.
-    reason: Slurm's reason why it waits; empty if it does not.
+    state: Slurm's state of the job, such as `PENDING`.
+    reason: why the job waits, by Slurm's name for the reason; "" if it does not wait.
     elapsed_s, limit_s, left_s: time used, time limit and time left, in seconds; None if unknown.
-    start: when it started or is expected to start, as Slurm prints it; None if unknown.
-    end: when it ended, as Slurm prints it; None if unknown.
+    start: when the job started or is expected to start, as Slurm prints it; None if unknown.
+    end: when the job ended, as Slurm prints it; None if unknown.
     """
 
     job_id: str
@@ -149,7 +155,10 @@ def queued_jobs(controller: SlurmController, job_ids: Sequence[str]) -> list[Job
 
 
 def past_jobs(controller: SlurmController, job_ids: Sequence[str]) -> list[Job] | None:
-    """Returns the attempts of these jobs in the accounting database, oldest first; None if there is no database."""
+    """Returns the attempts of these jobs in Slurm's accounting database, oldest first.
+
+    A requeued job has several attempts. Returns None if there is no database. Raises LaunchError.
+    """
     if not job_ids:
         return []
     words = [
@@ -249,7 +258,7 @@ _REASONS = {
 def explain_reason(reason: str) -> str | None:
     """Returns what a waiting job's reason means and what the user can do.
 
-    Returns None if it is unknown or needs no explanation.
+    Returns None if the reason is unknown or needs no explanation.
     """
     # `ReqNodeNotAvail, UnavailableNodes:a,b`
     name = reason.partition(",")[0]
@@ -270,8 +279,9 @@ _UNKNOWN = 2**64 - 2
 def consumed_energy(controller: SlurmController, job_ids: Iterable[str]) -> dict[str, float]:
     """Returns the energy of each job in joules, by job id. Raises LaunchError.
 
-    Jobs are missing if the site's Slurm does not measure energy, or has no accounting database. The energy is that of
-    the job's nodes while it ran, so it is the job's own only if no other job used these nodes.
+    The result has no entry for a job whose energy is unknown, since the site's Slurm does not measure energy or has no
+    accounting database. The energy is that of the job's nodes while it ran; if other jobs used these nodes at the same
+    time, it includes their energy.
 
     job_ids: job ids as in SLURM_JOB_ID.
     """
@@ -292,9 +302,9 @@ def consumed_energy(controller: SlurmController, job_ids: Iterable[str]) -> dict
 def parse_energy(text: str) -> dict[str, float]:
     """Parses the output of sacct with the fields that `consumed_energy` requests.
 
-    Attempts of a requeued job are added up. If the job's own line has a number, that counts; otherwise the sum of its
-    numbered steps, which srun started. The steps `batch` and `extern` are ignored, because they measured the same
-    nodes at the same time.
+    Attempts of a requeued job are added up. If the line of the job itself has a number, that number counts; otherwise
+    the sum over its numbered steps counts, which srun started. The steps `batch` and `extern` are ignored, because they
+    measured the same nodes at the same time.
     """
     jobs: dict[str, float] = {}
     steps: dict[str, float] = {}

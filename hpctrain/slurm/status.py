@@ -35,12 +35,12 @@ class Progress:
     """Progress of a run according to its run directory.
 
     num_starts: number of times that training started or resumed.
-    step: newest recorded step; None before the first.
-    last_step_at: time of that step, in seconds since 1970.
+    step: newest recorded step, or the step from which training started; None if it never started.
+    last_step_at: time of the newest recorded step, in seconds since 1970.
     steps_per_s, samples_per_s: speed over the last steps of the newest start.
     checkpoint: newest intact checkpoint.
-    damaged: messages about newer checkpoints that are not intact.
-    status: `finished`, `stopped` or `diverged` if the newest start ended so; otherwise None.
+    damaged: messages about checkpoints that are newer than `checkpoint` and not intact.
+    status: `finished`, `stopped` or `diverged` if the newest start has ended that way; otherwise None.
     job_id: id of the Slurm job of the newest start.
     """
 
@@ -130,8 +130,8 @@ _ATTEMPTS_SHOWN = 10
 class RunStatus:
     """Status of a run, or of one task of an array.
 
-    job: its newest job that Slurm knows; None if there is none.
-    attempts: attempts of its jobs from the accounting database; None if there is no database.
+    job: the job of the run to report, see `newest_job`; None if Slurm knows none.
+    attempts: attempts of the run's jobs from Slurm's accounting database; None if there is no database.
     progress: progress according to the run directory.
     ledger: starts of the ranks by `hpctrain supervise`, oldest first; empty if it was not used.
     """
@@ -155,7 +155,10 @@ class RunStatus:
 
 
 def newest_job(queued: Sequence[Job], past: Sequence[Job] | None) -> Job | None:
-    """Returns the job to report: the oldest that has not ended, because later ones wait for it, or the last to end."""
+    """Returns the job to report: the oldest job that runs, or else the oldest job that waits.
+
+    Later jobs wait for that job. If all jobs have ended, returns the last one; None if there is no job.
+    """
     active = [job for job in queued if not job.ended]
     if active:
         running = [job for job in active if not job.waits]
@@ -166,7 +169,7 @@ def newest_job(queued: Sequence[Job], past: Sequence[Job] | None) -> Job | None:
 
 
 def describe_status(status: RunStatus, *, now: float | None = None) -> list[str]:
-    """Returns lines for the user. now: current time, in seconds since 1970."""
+    """Returns the status as lines of text for the user. now: current time, in seconds since 1970."""
     now = time.time() if now is None else now
     lines = [f"{status.name}: {_describe_job(status)}"]
     if status.job is not None and status.job.waits and status.job.reason:
@@ -298,9 +301,9 @@ def _span(seconds: float) -> str:
 
 
 def find_run(target: Path, *, overrides: Sequence[str] = ()) -> tuple[Path, Recipe | None]:
-    """Returns the run directory and recipe of `target`, which is a recipe or a run directory.
+    """Returns the run directory and the recipe of `target`, which is a recipe or a run directory.
 
-    The recipe is None for a run directory that contains none. Raises UsageError or RecipeError.
+    The recipe is None if the run directory contains no recipe.toml. Raises UsageError or RecipeError.
     """
     if not target.is_dir():
         recipe = load_recipe(target, overrides=overrides)

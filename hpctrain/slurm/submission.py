@@ -42,7 +42,7 @@ _BARE_WORD = re.compile(r"[A-Za-z][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class JobScript:
-    """Input of a batch script.
+    """The values from which a batch script is rendered.
 
     name: name of the job.
     about: lines of the first comment.
@@ -50,10 +50,10 @@ class JobScript:
     recipe: path of the recipe; None if the script takes it as its first argument.
     run_directory: the recipe's run directory.
     overrides: `--set` options of all tasks.
-    python: Python environment of the ranks.
-    record: file to which a job adds its successors.
+    python: folder of the ranks' Python environment; None if the script does not select one.
+    record: file to which the script of a job adds the job that continues the run after it.
     ready: file name of the script if it takes the recipe as an argument; otherwise None.
-    stop_signal: signal that asks the ranks to stop; srun and mpirun forward only these two.
+    stop_signal: signal that asks the ranks to stop: USR1 or USR2, the only signals that srun and mpirun forward.
     """
 
     name: str
@@ -71,7 +71,8 @@ class JobScript:
 def render_script(job: JobScript, *, template: Path | None = None) -> str:
     """Returns the text of the batch script.
 
-    template: the site's own template; it may extend hpctrain's, `job.sbatch.j2`, and replace its blocks.
+    template: the site's own template, which may extend hpctrain's template `job.sbatch.j2` and replace its blocks;
+    None: hpctrain's template.
 
     Raises RecipeError if the template cannot be read or is faulty.
     """
@@ -113,7 +114,7 @@ def render_script(job: JobScript, *, template: Path | None = None) -> str:
 
 
 def sweep_points(slurm: SlurmSection) -> list[list[str]]:
-    """Returns the overrides (`section.key=value`) of each combination of the sweep, in order; empty without a sweep."""
+    """Returns the overrides (`section.key=value`) of each combination of the sweep, in order; [] without a sweep."""
     if not slurm.sweep:
         return []
     tried = [[f"{key}={_override_value(value)}" for value in values] for key, values in slurm.sweep.items()]
@@ -213,7 +214,7 @@ class PlannedJob:
 
     recipe_path: path of the recipe, as the script names it.
     overrides: `--set` options.
-    folder: folder in which sbatch is called; paths are relative to it.
+    folder: folder in which sbatch is called; the recipe's paths are relative to it.
     text: text of the batch script.
     """
 
@@ -246,8 +247,9 @@ def plan_job(
 ) -> PlannedJob:
     """Reads a recipe and plans its job, including the text of its batch script. Does not ask Slurm.
 
-    overrides: options `section.key=value`; those of [slurm] shape the job, the others are passed to the ranks.
-    folder: working directory, if it is not that of this process.
+    overrides: options `section.key=value`; those of [slurm] apply to the job, and the other ones are passed to the
+    ranks.
+    folder: folder in which sbatch will be called; None: the working directory of this process.
 
     Raises RecipeError or LaunchError if the recipe and the job contradict each other.
     """
@@ -295,7 +297,7 @@ def submit_job(
 
     by: what submitted the job, see `Submission`.
     arguments: options of `hpctrain train` for this job alone, such as `--resume never`.
-    dependency: dependency that replaces the recipe's own.
+    dependency: Slurm dependency that replaces the one in the recipe; None: that of the recipe.
 
     Raises LaunchError if Slurm does not accept the job.
     """
@@ -343,7 +345,7 @@ def submit_job(
 
 
 def check_job(planned: PlannedJob, controller: SlurmController) -> str:
-    """Makes Slurm check the job without submitting it. Returns Slurm's answer, with the estimated start.
+    """Makes Slurm check the job without submitting it. Returns Slurm's answer, which has the estimated start time.
 
     Raises LaunchError if Slurm refuses the job.
     """
@@ -370,7 +372,10 @@ def check_idle(planned: PlannedJob, controller: SlurmController) -> None:
 
 
 def stop_jobs(jobs: Sequence[Job], controller: SlurmController) -> None:
-    """Removes waiting jobs from the queue; asks the ranks of running jobs to save and stop, without being requeued."""
+    """Removes waiting jobs from the queue, and asks the ranks of running jobs to save and stop.
+
+    The running jobs are not requeued.
+    """
     waiting = [job.job_id for job in jobs if job.waits]
     running = [job.job_id for job in jobs if not job.waits]
     if waiting:
@@ -382,17 +387,17 @@ def stop_jobs(jobs: Sequence[Job], controller: SlurmController) -> None:
 
 
 def ask_to_stop(job_ids: Sequence[str], controller: SlurmController) -> None:
-    """Asks the ranks of running jobs to save and stop; the job's script decides what happens afterwards."""
+    """Asks the ranks of running jobs to save and stop. Each job's script decides what happens afterwards."""
     controller.ask(["scancel", "--batch", "--signal=USR1", *job_ids])
 
 
 def kill_jobs(job_ids: Sequence[str], controller: SlurmController) -> None:
-    """Cancels jobs. The ranks have Slurm's KillWait, usually 30 s, to save."""
+    """Cancels jobs. The ranks have time to save until Slurm kills them, after its KillWait of usually 30 s."""
     controller.ask(["scancel", *job_ids])
 
 
 def _find_by_script(controller: SlurmController, script: Path) -> str | None:
-    """Returns the id of the job that runs `script`, whose name is unique; None if there is none."""
+    """Returns the id of the job with the batch script `script`, whose name is unique; None if there is none."""
     lines = controller.ask(["squeue", "--me", "--noheader", "--states=all", "--format=%F|%o"]).splitlines()
     found = (line.partition("|") for line in lines)
     return next((job_id for job_id, _, command in found if command.startswith(str(script))), None)
@@ -426,7 +431,10 @@ def _check_array(recipe: Recipe) -> None:
 
 
 def _stop_signal(recipe: Recipe) -> Literal["USR1", "USR2"]:
-    """Returns the signal that the script sends to srun or mpirun to stop the ranks: one that they forward."""
+    """Returns the signal that the script sends to srun or mpirun to stop the ranks, one that these forward.
+
+    Raises RecipeError if the recipe's `stop.signals` has no such signal.
+    """
     if "SIGUSR1" in recipe.stop.signals:
         return "USR1"
     if "SIGUSR2" in recipe.stop.signals and recipe.slurm.launcher != "supervise":
@@ -438,7 +446,7 @@ def _stop_signal(recipe: Recipe) -> Literal["USR1", "USR2"]:
 
 
 def _python(slurm: SlurmSection, *, folder: Path) -> Path | None:
-    """Returns the Python environment of the ranks; None if they do not use one of this filesystem."""
+    """Returns the folder of the ranks' Python environment; None if it is in a container or an archive."""
     if slurm.container is not None or slurm.python_archive is not None:
         return None
     if slurm.python is not None:
@@ -460,7 +468,7 @@ class Resized:
     """Result of `resize`.
 
     submission: the job that continues the run.
-    replaced: ids of the jobs that end before it starts; empty if the job itself shrinks.
+    replaced: ids of the jobs that end before that job starts; empty if the present job itself shrinks.
     """
 
     submission: Submission
@@ -472,10 +480,10 @@ def resize(
 ) -> Resized:
     """Makes the ranks save and stop at a step on which they agree, and continues the run on `nodes` nodes.
 
-    A running job that is shrinkable keeps fewer nodes. Otherwise the run's job is submitted again, to start when the
-    present one has ended.
+    A running job that is shrinkable continues on fewer nodes. Otherwise the run's job is submitted again, and the new
+    job starts when the present one has ended.
 
-    overrides: options that are added to those of the present job.
+    overrides: `section.key=value` options that are added to those of the present job.
 
     Raises UsageError if there is no job to resize, and LaunchError if Slurm refuses; the present job then continues.
     """
@@ -496,7 +504,8 @@ def resize(
     )
     if planned.run_directory.resolve() != run_directory.resolve():
         raise UsageError(
-            f"{before.recipe} now names the run directory {planned.run_directory}, but the job's is {run_directory}"
+            f"{before.recipe} now names the run directory {planned.run_directory}, but the job's is {run_directory}: "
+            "set run.directory to that of the job again"
         )
     if before.is_shrinkable and not overrides and _may_shrink(active, nodes=nodes):
         shrunk = replace(before, by="shrink", nodes=nodes, overrides=planned.overrides)

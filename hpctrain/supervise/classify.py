@@ -1,13 +1,15 @@
-"""The failure classifier: concludes from the evidence about the end of an attempt why it ended. Pure.
+"""The failure classifier: pure functions that conclude from the evidence on an attempt's end why it ended.
 
-Certain evidence comes first: a normal end, a requested stop, nodes that do not answer. Then lines that name an
-exhausted resource (memory, disk). Then the rank that failed first: a rank whose own message says that it ends the run;
-the rank that a signal has ended; the rank that has exited with an error code. The other ranks are ended because of it:
-where srun prints `Killed` it names the rank that failed, while `Terminated`, or a line after the announcement that the
-step ends, names ranks that did not.
+Certain evidence is judged first: a normal end, a requested stop, nodes that do not answer. Next are lines that name an
+exhausted resource (memory, disk). Next is the rank that failed first: a rank whose own message says that it ends the
+run, a rank that a signal has ended, or a rank that has exited with an error code.
 
-The kernel's counter of processes that it has ended because memory ran out only explains why a rank was killed, since
-it also counts processes of other jobs on the node.
+The launcher ends all other ranks after such a failure, and its messages also name these ranks. A line of srun with
+`Killed` names a rank that failed. A line with `Terminated`, and any line after the announcement that the step ends,
+names ranks that did not fail.
+
+The kernel's counter of processes that it has ended because memory ran out is used only to explain why a rank was
+killed, since it also counts processes of other jobs on the node.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ class Diagnosis:
     """Result of the classifier.
 
     cause: why the attempt ended.
-    reason: one line for the user, mostly the line of the log that decided.
+    reason: one line for the user, in most cases the line of the log on which the diagnosis is based.
     nodes: names of the nodes to which the failure is attributed; empty if it is not tied to nodes.
-    error: text that identifies the same error of a program in a later attempt; "" if the cause is not an error of the
-    program, its data or its files, or if it need not occur again.
+    error: text by which the same error is recognized in a later attempt. It is "" if the cause is not an error of the
+    program, its data or its files, or if the error need not occur again.
     """
 
     cause: AttemptEnd
@@ -152,15 +154,15 @@ _TELLING = (
 
 
 def is_telling(line: str) -> bool:
-    """Returns True if the classifier may use this line of a log."""
+    """Returns True if the classifier may need this line of a log."""
     return any(sign.search(line) for sign in _TELLING) or find_failure(line.encode()) is not None
 
 
 def failures_in(lines: Sequence[str]) -> Iterator[tuple[int, RankFailure]]:
-    """Yields the ranks that the launcher reports as failed, each with the index of its line.
+    """Yields the ranks that the launcher reports as failed, each with the index of the line that reports it.
 
-    Ranks that stopped early, or that exited because they had lost a peer, are left out. Open MPI 5 splits its message
-    over two lines.
+    Ranks that stopped early, or that exited because they had lost the connection to another rank, are left out. A
+    message that Open MPI 5 splits over two lines is recognized.
     """
     lost_peer = any(LOST_PEER.search(line) for line in lines)
     for index, line in enumerate(lines):
@@ -176,7 +178,7 @@ def failures_in(lines: Sequence[str]) -> Iterator[tuple[int, RankFailure]]:
 def lost_node_in(line: str) -> str | None:
     """Returns the node that this line reports as lost; None if it reports no lost node.
 
-    It is the node's name, or `#2` for number 2 of the step's nodes, or "" if the line does not name it.
+    The result is the node's name, or `#2` for number 2 of the step's nodes, or "" if the line does not name the node.
     """
     for sign in _LOST_NODE:
         match = sign.search(line)
@@ -207,19 +209,21 @@ _CAUSE_OF_CODE: dict[int, AttemptEnd] = {  # of other codes: USER_ERROR
 class Evidence:
     """What is known about the end of an attempt. Times are in seconds since 1970.
 
-    exit_code: exit code of mpirun or srun, 128 + n for signal n; None if unknown, because the supervisor was ended
-    too.
-    lines: lines that the launcher and the ranks printed to stderr, in order, and our own last records as lines.
-    failure: the rank that failed first, as `hpctrain launch` has found; used if Hydra does not name one.
+    exit_code: exit code of mpirun or srun, 128 + n for signal n; None if it is unknown, because the supervisor was
+    ended together with the attempt.
+    lines: lines that the launcher and the ranks printed to stderr, in order; then the end that a rank announced in
+    watch/ending.json, if any, as a line.
+    failure: the rank that failed first, as `hpctrain launch` has found; used if Hydra (MPICH, Intel MPI) does not name
+    it.
     ended: end of the attempt.
-    time_limit: end of the job by its time limit; None if it has none.
+    time_limit: end of the job by its time limit; None if it has no limit, or the limit is unknown.
     signals: names of the signals that asked the supervisor to stop, in order.
     nodes: nodes of the attempt, in Slurm's order.
     silent_nodes: nodes that no longer answer.
-    answering_nodes: nodes that answered after the end.
-    oom_nodes: nodes whose kernel has meanwhile ended processes because memory ran out.
-    overdue_s: seconds after the launch when the attempt was ended because training had not started; None if it was
-    not.
+    answering_nodes: nodes that answered after the end of the attempt.
+    oom_nodes: nodes whose kernel ended processes during the attempt because memory ran out.
+    overdue_s: limit in seconds, counted from the launch, at which the attempt was ended because training had not
+    started; None if the attempt was not ended for this reason.
     preempted: True if Slurm reports that it has preempted the job.
     """
 
@@ -314,7 +318,7 @@ def _lost_node(evidence: Evidence) -> Diagnosis | None:
 
 
 def _name_of(name: str, nodes: Sequence[str]) -> str:
-    """Returns the name of a node given by name or as `#2`, number 2 of the step's nodes; "" if it is unknown."""
+    """Returns the name of a node that is given by name, or as `#2` for number 2 of the step's nodes; "" if unknown."""
     if not name.startswith("#"):
         return name
     number = int(name[1:])
@@ -498,7 +502,7 @@ def _error_text(lines: Sequence[str]) -> str:
 
 
 def _fingerprint(text: str) -> str:
-    """Returns the text without what differs between occurrences: numbers, addresses, white space."""
+    """Returns the text without numbers, addresses and extra white space, which differ between equal errors."""
     return " ".join(re.sub(r"0x[0-9a-f]+|\d+", "#", text).split())[:300]
 
 

@@ -1,8 +1,8 @@
 """The ledger of attempts: one JSON line per start of the ranks by `hpctrain supervise`, in the file `attempts.jsonl`.
 
-The supervisor is its only writer. The file is replaced as a whole, so that readers never see half a line; a run has
-few attempts. `docs/metrics.md` describes the fields. `RunProgress` reads from the run directory how far an attempt has
-come.
+Only the supervisor writes this file. It replaces the whole file each time, so that readers never see half a line; this
+costs little, since a run has few attempts. `docs/metrics.md` describes the fields. `RunProgress` reads from the run
+directory how far an attempt has come.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ FILE_NAME = "attempts.jsonl"
 class Attempt:
     """One start of the ranks. Times are in seconds since 1970, by the supervisor's clock.
 
-    number: 1 for the first attempt in this run directory.
+    number: 1 for the first attempt in this run directory, 2 for the second, and so on.
     job: id of the Slurm job, or `local-...` for one supervisor outside Slurm.
-    allocation: number of the job's allocation: 0, then 1 after a requeue.
+    allocation: 0 for the first allocation of the job, 1 after the first requeue, and so on.
     nodes: names of the nodes.
     ranks: number of ranks.
     began: start of the launcher.
     training_began: start of training; None if it never started.
     lost_at: first sign that a rank or node was lost; None if there was none before the end.
-    ended: end of the attempt; None if it still runs, or its supervisor was ended with it.
-    first_step: number of steps done before training started; None if it never did.
+    ended: end of the attempt; None if the attempt still runs, or if its supervisor was ended together with it.
+    first_step: number of steps done before training started; None if training never started.
     last_step: last step that was recorded.
-    checkpoint_step: step of the newest checkpoint in the shared folder at the end.
-    steps_gained, steps_lost: steps that the next attempt did and did not build on; until that has started, an estimate
-    from the newest checkpoint in the shared folder.
-    time_limit: end of the allocation by its time limit.
+    checkpoint_step: step from which the next attempt continued. Until training starts again, this is an estimate: the
+    step of the newest checkpoint in the shared folder at the end.
+    steps_gained, steps_lost: number of this attempt's steps before and after `checkpoint_step`: those that the next
+    attempt builds on, and those that it has to repeat.
+    time_limit: end of the allocation by its time limit; None if unknown or unlimited.
+    exit_code, cause, reason: how and why the attempt ended, see `Evidence` and `Diagnosis`.
     blamed: nodes to which the failure is attributed.
     error: see `Diagnosis`.
+    decision: what the supervisor did after the attempt, and why.
     """
 
     number: int
@@ -75,7 +78,7 @@ class Attempt:
 
     @classmethod
     def from_json(cls, values: Any) -> Attempt:
-        """Builds an attempt from its JSON values. Raises TypeError or ValueError if they are not an attempt's."""
+        """Builds an attempt from its JSON values. Raises TypeError or ValueError if the values are wrong."""
         if not isinstance(values, dict):
             raise TypeError("a line is not a JSON object")
         known = {field.name for field in fields(cls)}
@@ -117,9 +120,9 @@ class Ledger:
 
 
 def read_attempts(directory: Path) -> tuple[Attempt, ...]:
-    """Returns the attempts recorded in a run directory, oldest first; none if there is no ledger.
+    """Returns the attempts recorded in a run directory, oldest first; () if it has no attempts.jsonl.
 
-    Raises LaunchError if it cannot be read.
+    Raises LaunchError if the file cannot be read.
     """
     path = directory / FILE_NAME
     try:
@@ -140,8 +143,8 @@ def read_attempts(directory: Path) -> tuple[Attempt, ...]:
 class EffectiveTime:
     """How much of the time of a run was effective.
 
-    wall_s: seconds from the first start to the last end.
-    effective_s: seconds of it that were spent on steps that no later attempt had to repeat.
+    wall_s: seconds of all ended attempts, and of the time between attempts in one allocation.
+    effective_s: seconds of `wall_s` that were spent on steps that no later attempt had to repeat.
     """
 
     wall_s: float
@@ -153,10 +156,11 @@ class EffectiveTime:
 
 
 def effective_time(attempts: Sequence[Attempt]) -> EffectiveTime:
-    """Returns how much of the attempts' time advanced the run. Attempts that still run are left out. Pure.
+    """Returns how much of the attempts' time advanced the run. Attempts that still run are left out. A pure function.
 
-    The training time of an attempt counts in proportion to its steps that were not lost. Start-up, failures and the
-    time between attempts of one job count as wall time; the time in which a job waits in the queue does not.
+    Of the training time of an attempt, the fraction gained / (gained + lost) is effective, where `gained` and `lost`
+    are its steps gained and lost. Start-up, failures and the time between attempts in one allocation count as wall
+    time; the time in which a job waits in the queue does not.
     """
     wall_s = effective_s = 0.0
     previous: Attempt | None = None
@@ -183,13 +187,14 @@ _TAIL_BYTES = 1 << 16
 
 @final
 class RunProgress:
-    """Progress of one attempt, read from the run directory; create it before the attempt starts.
+    """Progress of one attempt, read from the run directory. Create the object before the attempt starts.
 
     directory: the run directory.
     checkpoints: folder of the finished checkpoints.
 
-    Files are compared with their state at the start of the attempt, not by their times, because the clocks of nodes
-    may differ. They are opened each time, because over NFS the size of a file is current only after an open.
+    New content is found by comparing files with their state when the object was created, not by times, because the
+    clocks of nodes may differ. Files are opened for each look, because over NFS the size of a file is current only
+    after an open.
     """
 
     def __init__(self, directory: Path, *, checkpoints: Path) -> None:
@@ -200,19 +205,19 @@ class RunProgress:
 
     @classmethod
     def of_all(cls, directory: Path, *, checkpoints: Path) -> RunProgress:
-        """Returns a progress that counts all that the directory records, not only what is new. For ended attempts."""
+        """Returns the progress of an attempt that has ended. It includes everything that the directory records."""
         progress = cls(directory, checkpoints=checkpoints)
         for content in (progress._starts, progress._steps, progress._ending):
             content.forget()
         return progress
 
     def first_step(self) -> int | None:
-        """Returns the step from which training started: 0, or that of a checkpoint. None if it has not started."""
+        """Returns the step from which training started: 0, or the step of a checkpoint. None if it has not started."""
         found = _START.findall(self._starts.read(_MAX_BYTES))
         return int(found[-1]) if found else None
 
     def last_step(self) -> int | None:
-        """Returns the last step in rank 0's records, which are up to a second old; None if there is none."""
+        """Returns the last step in rank 0's records, which may be a second behind; None if no step is recorded."""
         for line in reversed(self._steps.read(_TAIL_BYTES).split(b"\n")[:-1]):
             try:
                 record = json.loads(line)
@@ -240,7 +245,7 @@ class RunProgress:
 
 
 class _NewContent:
-    """The content that was added to a file, or is in a file that replaced it, after this object was created."""
+    """The content of a file that was added, or that replaced the file, after this object was created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -269,11 +274,11 @@ class _NewContent:
 
 
 def record_begin_of_training(ledger: Ledger, *, first_step: int, at: float) -> float | None:
-    """Records that the last attempt trains from `first_step` on, and how far the attempt before it came.
+    """Records that the last attempt trains from `first_step` on, and how many steps of the previous training were kept.
 
-    Only now it is known from which step training could continue: the storage of the nodes may have held a newer
-    checkpoint than the shared folder. Returns when the previous attempt was lost, in seconds since 1970; None if this
-    is the first training of the job.
+    The kept steps are known only now, since the storage of the nodes may have held a newer checkpoint than the shared
+    folder. Returns the time at which the previous attempt was lost or ended, in seconds since 1970; None if this is the
+    first training of the job.
     """
     *earlier, attempt = ledger.attempts
     ledger.replace(replace(attempt, training_began=at, first_step=first_step))

@@ -1,4 +1,4 @@
-"""The nodes of a supervised run: those that it may use, their check before a start, and their watch during a run."""
+"""The nodes of a supervised run: which it may use, how they are checked before a start and watched during a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Allocation:
 
     job: id of the Slurm job as scontrol names it (`12`, or `12_3` for task 3 of an array); outside Slurm, a name for
     this process.
-    number: number of the job's allocation: 0, then 1 after a requeue.
+    number: 0 for the first allocation of the job, 1 after the first requeue, and so on.
     nodes: names of the nodes, in Slurm's order.
     in_slurm: False outside Slurm.
     addresses: addresses of each node whose name could be resolved.
@@ -51,7 +51,7 @@ class Allocation:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Returns the allocation of this process; outside Slurm, this machine. Asks Slurm's controller once.
+    """Returns the Slurm allocation of this process. Outside Slurm, returns this machine as an allocation of one node.
 
     Raises LaunchError if the node list cannot be read, or if the job is heterogeneous.
     """
@@ -86,7 +86,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def nodes_now(allocation: Allocation) -> tuple[str, ...]:
-    """Returns the nodes that are still in the allocation: Slurm removes a node when it has noticed its loss.
+    """Returns the nodes that are still in the allocation. Slurm removes a node when it notices that the node is lost.
 
     All nodes are returned if the controller does not answer.
     """
@@ -99,7 +99,8 @@ def nodes_now(allocation: Allocation) -> tuple[str, ...]:
 def was_preempted(allocation: Allocation) -> bool:
     """Returns True if Slurm reports that it has preempted the job in this allocation.
 
-    Slurm then sends SIGTERM to the ranks without a reason. False is returned if the controller does not answer.
+    Slurm must be asked, since the SIGTERM that it sends at a preemption gives no reason. Returns False if the
+    controller does not answer.
     """
     return allocation.in_slurm and read_job(_scontrol("show", "job", "--oneliner", allocation.job)).preempted
 
@@ -119,7 +120,7 @@ class JobFacts:
 
 
 def read_job(text: str) -> JobFacts:
-    """Parses the output of `scontrol show job --oneliner` with times in seconds since 1970. Pure."""
+    """Parses the output of `scontrol show job --oneliner`, which must have its times in seconds since 1970."""
     nodes = re.search(r"(?<!\S)NodeList=(\S+)", text)
     start, end, preempted = (
         re.search(rf"(?<!\S){name}=(\d+)(?!\S)", text) for name in ("StartTime", "EndTime", "PreemptTime")
@@ -209,7 +210,7 @@ class Checks:
     run_directory: directory that must be writable.
     paths: paths that must exist.
     script: the site's own check, which must exit with 0; None for none.
-    timeout_s: seconds that a node has to answer; otherwise it is not used.
+    timeout_s: seconds within which a node must answer; a node that does not is not used.
     """
 
     mark: str
@@ -223,9 +224,9 @@ class Checks:
 class Survey:
     """Result of the check of the nodes.
 
-    usable: nodes that passed, in Slurm's order.
+    usable: nodes that passed the check, in Slurm's order.
     unusable: for each other node, why it is not used.
-    silent: nodes among these that do not answer.
+    silent: those nodes of `unusable` that do not answer.
     oom_kills: for each usable node, how many processes its kernel has ended because memory ran out, since it was
     booted.
     """
@@ -246,7 +247,7 @@ def survey_nodes(
 ) -> Survey:
     """Checks all nodes at the same time. Takes at most `checks.timeout_s` and a few seconds.
 
-    known_silent: nodes that were just found not to answer; they are not checked.
+    known_silent: nodes that are known not to answer. They are not checked, and are in `silent` of the result.
     """
     silent = [node for node in nodes if node in known_silent]
     unusable = dict.fromkeys(silent, "it does not answer")
@@ -283,7 +284,7 @@ def _without_slurmd(nodes: Sequence[str], *, allocation: Allocation) -> list[str
 
 
 def read_check(text: str) -> dict[str, tuple[str, str]]:
-    """Returns for each node its verdict, `ok` or `bad`, and the text that follows it. Pure."""
+    """Parses the output of the check. Returns, for each node, its verdict `ok` or `bad` and the text after it."""
     return {node: (word, rest.strip()) for node, word, rest in _LINE.findall(text)}
 
 
@@ -384,14 +385,15 @@ _SILENCES = 2
 class NodeWatch:
     """Watches the nodes of a running step: probes them every _INTERVAL_S seconds, by two methods.
 
-    The first is each node's kernel: a kernel that is alive refuses a connection to a port on which nothing listens. A
-    node that has never answered (because of a firewall that drops packets) is not judged. The second is srun's
-    connections: on each node, the daemon of the step (slurmstepd) has a connection to srun, for the ranks' output.
-    When that is gone, either the ranks there have ended, or the node has lost its processes; whether slurmd answers
-    tells which. slurmd is asked only then, since it logs each connection.
+    The first method asks each node's kernel: a kernel that is alive refuses a connection to a port on which nothing
+    listens. A node that has never answered (because of a firewall that drops packets) is not judged by this method. The
+    second method looks at srun's connections: on each node, the daemon of the step (slurmstepd) has a connection to
+    srun for the ranks' output. If a connection is gone, either the ranks on that node have ended, or all processes of
+    the node are gone. In the first case slurmd still answers on the node. slurmd is asked only if a connection is gone,
+    since it logs each request.
 
-    This finds a lost node long before Slurm reports it. srun itself neither ends nor prints anything if all processes
-    of a node are killed or its link is cut (Slurm 22.05).
+    These methods find a lost node long before Slurm reports it. srun itself neither ends nor prints anything if all
+    processes of a node are killed or its link is cut (Slurm 22.05).
 
     addresses: addresses of each node, by name.
     """
@@ -413,7 +415,7 @@ class NodeWatch:
         self._srun = psutil.Process(pid)
 
     def look(self) -> None:
-        """Probes the nodes if a probe is due. Takes milliseconds if all answer, and at most twice _TIMEOUT_S."""
+        """Probes the nodes if a probe is due. Takes milliseconds if all nodes answer, and at most twice _TIMEOUT_S."""
         if not self._addresses or time.monotonic() < self._next_s:
             return
         asked = time.time()
@@ -426,7 +428,7 @@ class NodeWatch:
         self._next_s = time.monotonic() + (_AGAIN_S if silent else _INTERVAL_S)
 
     def lost(self) -> dict[str, float]:
-        """Returns the lost nodes, each with the time when it last answered or was connected, in seconds since 1970."""
+        """Returns the lost nodes, each with the time of its last answer or connection, in seconds since 1970."""
         return {
             node: (self._answered if what == "kernel" else self._connected)[node]
             for (node, what), count in self._silences.items()
@@ -442,9 +444,10 @@ class NodeWatch:
                 self._count(node, "kernel", answered=answered)
 
     def note_connections(self, connected: Sequence[str], *, asked: float) -> list[str]:
-        """Records which nodes are connected to srun.
+        """Records that the nodes in `connected` were connected to srun at the time `asked` (seconds since 1970).
 
-        Returns the nodes that were connected before and are no longer, for no known reason.
+        Returns the nodes that were connected before and no longer are, except nodes whose ranks are known to have
+        ended.
         """
         for node in connected:
             self._connected[node] = asked

@@ -1,4 +1,4 @@
-"""Rules of restarting: the decision that follows from the attempts so far, and the nodes that are excluded. Pure."""
+"""Rules of restarting: what to do after an attempt, and which nodes are excluded. Pure functions of the attempts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class RestartLimits:
     """Limits of restarting.
 
     max_restarts: largest number of restarts in one allocation.
-    node_budget: number of failures attributed to a node after which it is excluded.
-    exclude_for_s: seconds that it is excluded for, from the last of these failures.
+    node_budget: number of failures attributed to a node after which the node is excluded.
+    exclude_for_s: seconds for which such a node is excluded, counted from its last failure. Failures longer ago than
+    this do not count.
     max_without_progress: number of consecutive restarts without a newer checkpoint after which the run is given up.
     min_nodes: smallest number of nodes to train on.
     """
@@ -105,8 +106,8 @@ def decide(attempts: Sequence[Attempt], *, limits: RestartLimits) -> Decision:
 def needs_smaller_micro_batches(attempt: Attempt) -> bool:
     """Returns True if the attempt ran out of memory although its micro-batches could still be divided.
 
-    That is so if the kernel killed a rank, without an error that the rank could handle. Exit code 8 means that
-    dividing them does not help.
+    This happens if the kernel kills a rank, so that the rank gets no error that it could handle. Exit code 8 means that
+    dividing the micro-batches does not help.
     """
     return attempt.cause is AttemptEnd.OUT_OF_MEMORY and attempt.exit_code != ExitCode.OUT_OF_MEMORY
 
@@ -114,7 +115,7 @@ def needs_smaller_micro_batches(attempt: Attempt) -> bool:
 def restarts_without_progress(of_job: Sequence[Attempt]) -> int:
     """Returns how many of the last consecutive restarts of the job led to no newer checkpoint.
 
-    of_job: attempts of one job; the first is not a restart.
+    of_job: attempts of one job, oldest first. The first attempt is not a restart.
     """
     count = 0
     for before, attempt in zip(of_job[-2::-1], of_job[:0:-1], strict=False):
@@ -130,10 +131,10 @@ def _reached(attempt: Attempt) -> int:
 
 
 def excluded_nodes(attempts: Sequence[Attempt], *, limits: RestartLimits, now: float) -> dict[str, float]:
-    """Returns the nodes that have used up their failure budget, each with the time until which it is excluded.
+    """Returns the nodes that have used up their failure budget, each with the time until which the node is excluded.
 
-    Times are in seconds since 1970. The result follows from the ledger, so it survives requeues and new jobs in the
-    same run directory.
+    Times are in seconds since 1970. The result depends only on the recorded attempts, so exclusions also apply after a
+    requeue and in new jobs with the same run directory.
     """
     failures: dict[str, list[float]] = {}
     for attempt in attempts:
@@ -149,9 +150,9 @@ def excluded_nodes(attempts: Sequence[Attempt], *, limits: RestartLimits, now: f
 
 
 def choose_nodes(usable: Sequence[str], *, wanted: int, in_use: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns up to `wanted` of the usable nodes, in their order: preferably those of the last attempt, then spares.
+    """Returns up to `wanted` of the usable nodes, in the order of `usable`.
 
-    in_use: nodes of the last attempt.
+    Nodes in `in_use`, those of the last attempt, are preferred to other nodes.
     """
     preferred = [node for node in usable if node in in_use]
     chosen = {*preferred[:wanted]}

@@ -1,6 +1,6 @@
 """`hpctrain supervise`: starts the ranks, watches them, and restarts them on the remaining nodes.
 
-The decisions are made by `classify` (why an attempt ended) and `decide` (what to do next), which are pure.
+Two pure functions judge and decide: `classify` tells why an attempt ended, and `decide` tells what to do next.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ _MAX_CHARACTERS = 1000  # per line
 
 @final
 class LogLines:
-    """The part of a log that the classifier needs: the last lines, and telling lines among those before them.
+    """The part of a log that the classifier needs: the last lines, and earlier lines that may show a cause.
 
-    Lines are added in order. Memory is bounded, even for a step that prints for days.
+    Lines are added in order. Memory is bounded, even for a job step that prints for days.
     """
 
     def __init__(self) -> None:
@@ -99,16 +99,19 @@ _GRACE_AFTER_SIGNAL_S = 0.5
 
 @final
 class AttemptWatch:
-    """An `Observer` that follows one attempt: records the start of training and the first loss, and asks for the end.
+    """An `Observer` that follows one attempt.
+
+    It records the start of training and the first loss of a rank or node, and asks the launcher to end the attempt
+    after a loss, or if training does not start.
 
     start_within_s: seconds within which training must start; None for no limit.
     kill_after_s: see `EndRequest`.
     training_begins: function that is called once, with the step from which training starts and the time (seconds since
     1970).
 
-    lost_at: time of the first sign of a loss, in seconds since 1970; None if there was none.
+    lost_at: time of the first sign that a rank or node was lost, in seconds since 1970; None if there was none.
     silent_nodes: nodes that no longer answered.
-    overdue: True if training has not started in time. What the ranks do and print while they are ended for that is
+    overdue: True if training has not started in time. The ranks are then ended, and what they print from then on is
     ignored.
     """
 
@@ -168,7 +171,7 @@ class AttemptWatch:
         return EndRequest(reason=reason, kill_after_s=self._kill_after_s)
 
     def look_for_begin(self) -> None:
-        """Calls `training_begins` if training has started since the last look."""
+        """Calls `training_begins` if training has started since the last call."""
         step = None if self._has_begun or self.overdue else self._progress.first_step()
         if step is not None:
             self._has_begun = True
@@ -195,7 +198,7 @@ class SupervisedRun:
 
     command: command of each rank.
     again: words that are appended to the command from the job's second attempt on.
-    num_ranks: largest number of ranks; there are fewer if too few nodes are left.
+    num_ranks: largest number of ranks; an attempt has fewer if too few nodes are left.
     ranks_per_node: number of ranks per node; outside Slurm, a number below `num_ranks` emulates nodes.
     directory: run directory.
     checkpoints: folder of the finished checkpoints.
@@ -254,8 +257,8 @@ class Supervisor:
     def run(self) -> int:
         """Runs attempts, and returns the exit code of the command.
 
-        It is 0, or 75 if the job is to be queued again, or the exit code of ranks that the user has stopped. Raises
-        GivenUp if a restart would not help.
+        The exit code is 0 if the run is finished, 75 if the job is to be queued again, and that of the ranks if the
+        user has stopped them. Raises GivenUp if a restart would not help.
         """
         self._run.directory.mkdir(parents=True, exist_ok=True)
         close_open_attempt(self._ledger, directory=self._run.directory, checkpoints=self._run.checkpoints)
@@ -275,7 +278,7 @@ class Supervisor:
                 if len(nodes) < self._limits.min_nodes:
                     say(
                         f"{len(nodes)} nodes are usable and at least {self._limits.min_nodes} needed (--min-nodes): "
-                        "ending with 75, so that the job is queued again"
+                        "ending with exit code 75, so that the job is queued again"
                     )
                     return int(ExitCode.STOPPED_EARLY)
                 attempt, survey = self._attempt(nodes, before=survey)
@@ -299,7 +302,7 @@ class Supervisor:
                 f"Do not queue the job again before the cause is removed; {self._ledger.path} lists the attempts"
             )
         if decision.action is Action.REQUEUE:
-            say("ending with 75, so that the job is queued again")
+            say("ending with exit code 75, so that the job is queued again")
             return int(ExitCode.STOPPED_EARLY)
         return attempt.exit_code or 0
 
@@ -442,7 +445,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _noting_signals(self) -> Iterator[None]:
-        """Records signals that ask to stop between launches; during a launch, the launch handles them."""
+        """Records signals that ask to stop between launches. During a launch, `run_launch` handles these signals."""
 
         def note(number: int, frame: object) -> None:
             self._signals.append(signal.Signals(number).name)

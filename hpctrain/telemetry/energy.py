@@ -19,7 +19,8 @@ from typing import Any, Protocol, final
 class EnergyCounter(Protocol):
     """The interface of an energy counter of this node.
 
-    source: the kind of counter. covers: the devices whose energy it counts.
+    source: the name of the kind of counter, such as `RAPL`. covers: the devices whose energy the counter measures, as
+    text.
     """
 
     source: str
@@ -30,16 +31,16 @@ class EnergyCounter(Protocol):
         ...
 
     def devices(self) -> Sequence[Mapping[str, float | int | None]]:
-        """Returns further facts about each device at this moment; empty for counters without devices."""
+        """Returns the present state of each device, such as its load; empty for counters without devices."""
         ...
 
 
 @final
 class Increase:
-    """Sums the increases of a counter since its first value, even if it restarts at 0.
+    """Sums the increases of a counter since its first value, even if the counter restarts at 0.
 
-    wraps_after: the largest value, after which the counter continues at 0. None: the counter does not wrap. A value
-    smaller than the one before then means a reset, and the increase before the reset is unknown.
+    wraps_after: the largest value of the counter, after which it continues at 0. None: the counter does not wrap; if a
+    value is smaller than the previous one, the counter was reset, and its increase before the reset is not counted.
     """
 
     def __init__(self, first: int, *, wraps_after: int | None = None) -> None:
@@ -168,11 +169,11 @@ _FOLDER = "sys/class/powercap"
 class RaplCounter:
     """The sum of `energy_uj` over the zones `package-N` and `dram` in `/sys/class/powercap/intel-rapl:*`, also on AMD.
 
-    Other zones are parts of packages (`core`, `uncore`) or contain them (`psys`). A zone restarts at 0 after
+    Other zones are parts of packages (`core`, `uncore`) or contain packages (`psys`). A zone restarts at 0 after
     `max_energy_range_uj`; for a processor of 250 W this happens every 17 minutes.
 
     root: the directory that contains `sys`. Raises OSError or ValueError if there is no zone or a zone cannot be read.
-    Since Linux 5.10 only root may read them, unless the site allows it.
+    Since Linux 5.10 only the user root may read zones, unless the site allows it for others.
     """
 
     source = "RAPL"
@@ -223,7 +224,10 @@ def open_counters(root: Path = Path("/")) -> list[EnergyCounter]:
 
 
 def total_j(joules: Mapping[str, float]) -> float:
-    """Returns the energy of a node from the energies by source. A counter of the whole node includes the others."""
+    """Returns the energy of a node from its energies by source.
+
+    This is the value of the counter of the whole node if there is one, since it includes the others; else the sum.
+    """
     whole = joules.get(CrayCounter.source)
     return sum(joules.values()) if whole is None else whole
 
@@ -232,8 +236,8 @@ def total_j(joules: Mapping[str, float]) -> float:
 class EnergyMeter:
     """Reads `counters` every `every_s` seconds on a thread, from `start` to `close`.
 
-    The first reading includes what was counted since the counters were opened. It uses a thread because a driver call
-    takes milliseconds, and a step may last longer than a counter takes to wrap.
+    The first reading includes the energy since the counters were opened. A thread is used because a call of the driver
+    takes milliseconds, and because a step may last longer than a counter takes to wrap.
     """
 
     def __init__(self, counters: Sequence[EnergyCounter], *, every_s: float) -> None:

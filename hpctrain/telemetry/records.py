@@ -43,13 +43,13 @@ class RecordWriter:
     """Appends records to the file `path`, whose folder must exist.
 
     Records of steps are collected for `every_s` seconds and written together, since each write may be a request to a
-    server that thousands of ranks share. Any other record is written at once, together with those collected before it.
-    A killed process thus loses the steps of at most `every_s` seconds.
+    server that thousands of ranks share. Any other record is written at once, together with the records collected
+    before. A killed process thus loses the steps of at most `every_s` seconds.
 
-    kinds: the kinds of records to write; the file is created with the first one. None: all kinds. sinks: receive every
-    record, even those that are not written.
+    kinds: the kinds of records to write; the file is created when the first such record is written. None: all kinds are
+    written, and the file is created at once. sinks: objects that receive every record, also those that are not written.
 
-    After a resume, steps that the killed run had recorded after its last checkpoint are in the file twice; the later
+    After a resume, a step that the killed run had recorded after its last checkpoint is in the file twice; the later
     record counts.
     """
 
@@ -73,7 +73,7 @@ class RecordWriter:
         self._file: IO[bytes] | None = self._open() if kinds is None else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes or collects a record. After an OSError it prints one message and writes nothing more."""
+        """Writes or collects a record. If writing fails, prints one message, and no record is written from then on."""
         self.write_all([record])
 
     def observe(self, record: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class RecordWriter:
         except OSError as error:
             # A full disk must not end the training.
             print(
-                f"hpctrain: no further records go to {self._path}: {error.strerror}",
+                f"hpctrain: no further records are written to {self._path}: {error.strerror}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -128,7 +128,7 @@ class RecordWriter:
 def _drop_torn_line(path: Path) -> None:
     """Removes an incomplete last line, left by a killed rank, since the next record would be appended to it.
 
-    Reads backwards to the last complete line, usually one block, whatever the size of the file.
+    Reads backwards to the end of the last complete line, which usually takes one block, however large the file is.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -150,7 +150,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file, without an incomplete last line, which a killed rank may leave. Raises OSError."""
+    """Yields the records of a file. Skips an incomplete last line, which a killed rank may leave. Raises OSError."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
@@ -158,14 +158,14 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as a JSON file atomically, and creates its folder if needed. Raises OSError."""
+    """Writes `value` as a JSON file atomically, and creates the file's folder if needed. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
     replace_file(path, content.encode(), partial=path.with_name(f".{path.name}.{os.getpid()}.partial"))
 
 
 def tell(text: str, *, end: str = "\n") -> None:
-    """Prints and flushes a text.
+    """Prints a text to standard output and flushes it.
 
     If the reader has closed the pipe (`| head`), output is dropped and the run continues.
     """

@@ -27,7 +27,7 @@ class RunDirectory:
         self._error = error
 
     def environment(self) -> Document:
-        """Returns the environment of the newest start. Raises an error if there is none."""
+        """Returns the environment of the newest start. Raises an error if the run has no environment.json."""
         found = self.document("environment.json")
         if found is None:
             raise self._error(
@@ -55,7 +55,7 @@ class RunDirectory:
         return self.document(self.summary_path.name)
 
     def document(self, name: str) -> Document | None:
-        """Returns the JSON object in the file `name`; None if there is no such file or it has no object."""
+        """Returns the JSON object in the file `name`; None if there is no such file or it contains no object."""
         path = self.path / name
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ class RunDirectory:
         return self.path / "metrics" / f"rank-{rank:05}.jsonl"
 
     def all_records(self) -> Iterator[list[Document]]:
-        """Yields the records of each rank that has a file of them, in the order of the ranks."""
+        """Yields, in the order of the ranks, the records of each rank that has a file of records."""
         for path in sorted((self.path / "metrics").glob("rank-*.jsonl")):
             try:
                 yield list(read_records(path))
@@ -77,9 +77,9 @@ class RunDirectory:
                 raise self._error(f"the records in {path} cannot be read: {error}") from error
 
     def steps(self, rank: int, *, num_ranks: int, advice: str) -> dict[int, Document]:
-        """Returns a rank's records of steps by number; for a repeated step the later one.
+        """Returns a rank's records of steps, by the number of the step. Of a repeated step, the later record counts.
 
-        Raises an error that contains `advice` if they cannot be read.
+        Raises an error that contains `advice` if the records cannot be read.
         """
         path = self.records_path(rank)
         try:

@@ -23,8 +23,8 @@ class Sink(Protocol):
     """The interface of an object that receives every record of one rank, on the thread that trains.
 
     The records are those of `docs/metrics.md`, including steps that `telemetry.metrics_every_steps` leaves out of the
-    files, and the kinds `begins` (sent first, when training starts) and `checkpoint_begun`. A sink must not change
-    them.
+    files. There are two further kinds: `begins` (sent first, when training starts) and `checkpoint_begun`. A sink must
+    not change records.
     """
 
     name: str  # for messages, as "Prometheus endpoint"
@@ -32,7 +32,7 @@ class Sink(Protocol):
     def receive(self, record: Record) -> None:
         """Takes a record within some microseconds. Longer work belongs on a thread of the sink.
 
-        It may raise any Exception; the sink is then closed and gets no more records.
+        If it raises an Exception, the sink is closed and gets no more records.
         """
 
     def close(self) -> None:
@@ -43,7 +43,8 @@ class Sink(Protocol):
 class Sinks:
     """Passes records to several sinks. A sink that fails is reported once and closed; training continues.
 
-    Sinks are closed in the order in which they were opened. warn: prints a line; None: to standard error.
+    Sinks are closed in the order in which they were opened. warn: a function that prints a line; None: lines are
+    printed to standard error.
     """
 
     def __init__(self, *, warn: Callable[[str], None] | None = None) -> None:
@@ -106,8 +107,8 @@ _OF_STEPS = ("loss", "lr", "grad_norm", "loss_scale")
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a record by name, such as `loss` and `seconds/compute`; {} if it has none.
 
-    record: a record of docs/metrics.md, read from a file or not yet written. A number that is not finite becomes a
-    float.
+    record: a record of docs/metrics.md, read from a file or not yet written. All values become float; in files, the
+    text "nan", "inf" or "-inf" stands for a number that is not finite.
     """
     kind = record["kind"]
     if kind == "step":
@@ -137,10 +138,10 @@ _CLOSING_MAY_TAKE_S = 5.0
 
 @final
 class TensorBoardSink:
-    """Writes an event file into `folder`, on its own thread. For rank 0.
+    """Writes an event file into `folder`, on its own thread. Only rank 0 needs this sink.
 
-    The records `begins` and `roll_back` say from which step on earlier events are obsolete; TensorBoard hides these.
-    Raises ImportError if tensorboard is not installed, OSError if the file cannot be created.
+    A record `begins` or `roll_back` makes earlier events of the steps that are trained again obsolete; TensorBoard
+    hides them. Raises ImportError if tensorboard is not installed, OSError if the file cannot be created.
     """
 
     name = "file for TensorBoard"
@@ -169,7 +170,7 @@ class TensorBoardSink:
         self._records.put(record)
 
     def close(self) -> None:
-        """Writes the remaining events. Raises OSError if that fails, or has failed since the last record."""
+        """Writes the remaining events. Raises OSError if this fails, or if writing failed after the last `receive`."""
         reported = self._error
         self._records.put(None)
         self._thread.join(_CLOSING_MAY_TAKE_S)

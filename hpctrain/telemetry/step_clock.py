@@ -26,11 +26,12 @@ class StepPart:
 
     Attributes:
         name: The name in efficiencies, in reports, and in the metric of all ranks' time.
-        key: The name in the records of a rank, and in the metric of its time. Two parts may have one key: only a
-            comparison of the ranks tells them apart.
-        letter: The letter of the part in the terminal, and its `style` there, in the notation of rich.
-        measured: Whether the clock measures it on the main thread. The others follow from these.
-        optional: Whether some runs, and the records of earlier versions, do not have it. Its time is 0 there.
+        key: The name in the records of a rank, and in the metric of that rank's time. Two parts have the same key if
+            only a comparison of the ranks can tell them apart.
+        letter: The letter that stands for the part in the terminal.
+        style: The style of that letter, in the notation of the library rich.
+        measured: True if `StepClock` measures the part on the main thread. Other parts are computed from measured ones.
+        optional: True if the records of some runs or of earlier versions lack the part. Its time is then 0.
         note: An explanation for the help text of a metric.
     """
 
@@ -98,13 +99,15 @@ Observer = Callable[[str, float, float], object]
 class StepClock:
     """Sums seconds by name from one `lap` to the next.
 
-    The names in `CLOCK_KEYS` follow one another on the main thread; with `other`, the rest, they add up to `step`.
-    Other names overlap these: `hidden_sync`, the part of `compute` during which a reduction ran; `after_sync`, from the
-    end of the reduction to the end of the step; `sync`, the total time of the reduction, on any thread;
-    `device_compute`, the time of a GPU, by events; `own_write`, in steps in which a checkpoint was committed, the time
-    in which this rank wrote its part, on any thread.
+    The times of the names in `CLOCK_KEYS` do not overlap, since all of them are on the main thread. Together with
+    `other`, the rest, they add up to `step`.
 
-    observer: a function that is called for each span of a part, if set.
+    The times of other names overlap these. `hidden_sync` is the part of `compute` during which a reduction ran.
+    `after_sync` is the time from the end of the reduction to the end of the step. `sync` is the total time of the
+    reduction, on any thread. `device_compute` is the time of the GPU, measured by events. `own_write` is the time in
+    which this rank wrote its part of a checkpoint, on any thread, in the step in which the checkpoint was committed.
+
+    observer: a function that is called for each span of a name in `CLOCK_KEYS`; None: no function.
     """
 
     def __init__(self) -> None:
@@ -138,14 +141,14 @@ class StepClock:
         self.add(to, seconds=end - begin, ended=end)
 
     def sync_ended(self, at: float) -> None:
-        """Stores when the step's reduction ended, by `time.perf_counter`. The last call of a lap counts."""
+        """Stores when the step's reduction ended, by `time.perf_counter`. Only the last call before `lap` counts."""
         self._sync_ended = at
 
     def lap(self) -> dict[str, float]:
-        """Returns the seconds by name since the last lap, and starts the next one.
+        """Returns the seconds by name since the last lap, and starts the next lap.
 
-        `step` is the total, and `other` the part of it that is in none of `CLOCK_KEYS`. `after_sync` is 0 without
-        `sync_ended`.
+        `step` is the total time, and `other` the time that no name in `CLOCK_KEYS` has. `after_sync` is 0 if
+        `sync_ended` was not called.
         """
         now = time.perf_counter()
         seconds = self._seconds

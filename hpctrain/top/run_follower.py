@@ -1,4 +1,4 @@
-"""Follows a run directory: each refresh reads only what is new."""
+"""Follows a run directory. Each refresh reads only what was written since the previous one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hpctrain.top.state import RunFiles, RunHistory, RunState, state_of
 class AppendedRecords:
     """Reads the records that are appended to a file.
 
-    max_bytes: the largest number of bytes that one call reads, from the end of the file. modified: the modification
-    time of the file in seconds since 1970, by the file server's clock.
+    max_bytes: the largest number of bytes that one call of `read` reads, from the end of the file. modified: the
+    modification time of the file in seconds since 1970, by the file server's clock.
     """
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
@@ -37,8 +37,8 @@ class AppendedRecords:
     def read(self) -> list[dict[str, Any]]:
         """Returns the complete lines that were appended since the last call, or all lines if the file was replaced.
 
-        Of more than `max_bytes` bytes it returns the last ones. Returns none if the file does not exist. Raises
-        OSError.
+        If these have more than `max_bytes` bytes, only the lines in the last `max_bytes` are returned. Returns [] if
+        the file does not exist. Raises OSError.
         """
         try:
             with self._path.open("rb") as file:
@@ -61,8 +61,8 @@ class AppendedRecords:
 class SmallFile:
     """A file that is replaced as a whole.
 
-    content: the content of the file; None if it does not exist. modified: its modification time in seconds since 1970,
-    by the file server's clock.
+    content: the content of the file; None if it does not exist. modified: the modification time of the file in seconds
+    since 1970, by the file server's clock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class SmallFile:
         self.modified = 0.0
 
     def refresh(self) -> bool:
-        """Reads the file if it has changed, and returns whether it has. Raises OSError."""
+        """Reads the file if it has changed since the last call. Returns True if it has. Raises OSError."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -119,8 +119,8 @@ _RECORDS = re.compile(r"rank-(\d+)\.jsonl")
 class RunFollower:
     """Follows one run.
 
-    A refresh opens a file per followed rank and seven other files, reads what was appended, and lists the checkpoints
-    if there is a new one. Raises UsageError if the directory is not a run directory.
+    A refresh opens one file per followed rank and seven other files, and reads only what is new. It lists the folder of
+    the checkpoints only if that folder has changed. Raises UsageError if the directory is not a run directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -148,9 +148,9 @@ class RunFollower:
         self._checkpoint: tuple[int, float] | None = None
 
     def refresh(self, *, now: float) -> RunState:
-        """Returns the current frame.
+        """Reads what is new, and returns the current state of the run.
 
-        `now` is in seconds since 1970. Raises OSError, and LaunchError for an unreadable ledger.
+        now: the current time in seconds since 1970. Raises OSError, and LaunchError if attempts.jsonl cannot be read.
         """
         starts = self._starts.read()
         if starts:
@@ -197,7 +197,10 @@ class RunFollower:
         )  # fmt: skip
 
     def _newest_checkpoint(self) -> tuple[int, float] | None:
-        """Returns step and time of the newest finished checkpoint. Lists the folder only if it has changed."""
+        """Returns the step and the time of the newest finished checkpoint; None if there is none.
+
+        Lists the folder only if it has changed.
+        """
         start = self._history.start or {}
         given = start.get("recipe", {}).get("checkpoint", {}).get("directory")
         folder = Path(given) if given else self._directory / "checkpoints"

@@ -1,4 +1,4 @@
-"""Draws a frame with rich. Pure: equal state and width give equal text."""
+"""Draws the state of a run with rich. Pure: equal state and width give equal text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST_INCIDENTS = 5
 
 
 def draw(state: RunState, *, width: int, ascii_only: bool = False) -> Group:
-    """Returns the frame.
+    """Returns the view of the state as lines of text.
 
-    Longer lines than `width` columns are cut, but the parts of a step continue on the next line.
+    Lines that are longer than `width` columns are cut, but the list of a step's parts continues on the next line.
     """
     lines = [_head(state), _place(state), _progress(state), _loss(state, width=width, ascii_only=ascii_only)]
     lines += [_speed(state), *_parts(state, width=width), *_slowest(state), _checkpoint(state)]
@@ -41,7 +41,10 @@ def draw(state: RunState, *, width: int, ascii_only: bool = False) -> Group:
 
 
 def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) -> str:
-    """Returns the values as at most `width` characters, each the mean of neighbouring values; "!" if none is finite."""
+    """Returns the values as a curve of at most `width` characters.
+
+    Each character shows the mean of adjacent values, or is "!" if none of these is finite.
+    """
     levels = _ASCII_LEVELS if ascii_only else _LEVELS
     count = min(width, len(values))
     groups = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
@@ -53,7 +56,7 @@ def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) 
 
 
 def bar(parts: Mapping[str, float], *, width: int) -> str:
-    """Returns `width` letters, divided among the parts of a step by their shares; empty if nothing is known."""
+    """Returns `width` letters that show the shares of a step's parts; "" if the shares are not known."""
     ends, share = [], 0.0
     for part in STEP_PARTS:
         share += parts.get(part.name, 0.0)

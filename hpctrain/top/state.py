@@ -1,4 +1,4 @@
-"""Computes what the view shows from the records and files of a run. Pure."""
+"""Computes what the view shows from the records and files of a run. Pure functions."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class RecordedStep:
     """A step of one rank.
 
     Attributes:
-        time: The time of its record, in seconds since 1970.
+        time: The time of the step's record, in seconds since 1970.
         loss: The loss; NaN if it was not finite.
-        samples: The samples of all steps so far, on all ranks.
-        own_s: The seconds of the step without waits for communication or other pipeline stages.
+        samples: The number of samples of all steps so far, on all ranks.
+        own_s: The seconds of the step without waits for communication or for other pipeline stages.
     """
 
     step: int
@@ -63,15 +63,15 @@ class RecordedStep:
 class RunHistory:
     """The records from which the view is computed.
 
-    A step that was repeated after a roll-back or resume counts once, as later.
+    Of a step that was repeated after a roll-back or resume, only the later record is kept.
 
     Attributes:
-        start: The newest line of starts.jsonl.
-        steps: The steps by rank, the last WINDOW_STEPS steps of this start.
-        losses: The steps and losses of rank 0, including earlier starts.
-        incidents: The incidents, oldest first.
-        efficiency: The newest record of this kind.
-        evaluation: The newest record of this kind.
+        start: The newest line of starts.jsonl; None before the first.
+        steps: For each rank, its last WINDOW_STEPS steps of the newest start.
+        losses: Pairs (step, loss) of rank 0, including those of earlier starts.
+        incidents: The newest incidents, oldest first.
+        efficiency: The newest record `efficiency` of the newest start; None before the first.
+        evaluation: The newest record `evaluation`; None before the first.
     """
 
     def __init__(self) -> None:
@@ -91,13 +91,13 @@ class RunHistory:
         return float(self.start["time"]) if self.start is not None else 0.0
 
     def begin(self, start: Record) -> None:
-        """Clears steps and efficiency when training starts or is resumed. `start` is its line of starts.jsonl."""
+        """Clears steps and efficiency when training starts or is resumed. `start` is the new line of starts.jsonl."""
         self.start = start
         self.steps = {}
         self.efficiency = None
 
     def add(self, rank: int, records: Iterable[Record]) -> None:
-        """Adds records of a rank, in their order."""
+        """Adds records of a rank, in the order in which they were written."""
         for record in records:
             kind = record.get("kind")
             if kind == STEP:
@@ -135,9 +135,10 @@ Kind = Literal["good", "note", "problem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The small files of a run directory, those of the newest start; None for files that do not exist.
+    """The small files of a run directory; None for a file that does not exist.
 
-    ending: `watch/ending.json`. checkpoint: step and time of writing of the newest finished checkpoint.
+    summary, ending (`watch/ending.json`) and slow are also None if an earlier start wrote the file. checkpoint: step of
+    the newest finished checkpoint, and the time at which it was written, in seconds since 1970.
     """
 
     summary: Record | None = None
@@ -151,9 +152,10 @@ class RunFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTime:
-    """The time of a rank in a step.
+    """The time that a rank takes for a step.
 
-    own_s: the mean without communication. factor: that time divided by the median over the ranks.
+    own_s: seconds per step without waits for communication or for other pipeline stages, as the mean over the steps.
+    factor: `own_s` divided by its median over the ranks.
     """
 
     rank: int
@@ -164,17 +166,20 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """One frame. Times are in seconds; None for values that are unknown.
+    """The state of a run at one moment, as the view shows it. Times are in seconds; None for unknown values.
 
     Attributes:
-        status: The status as text, and whether it is good.
-        age_s: The age of the newest record.
+        status: The status as text.
+        kind: Whether the status is good, a note or a problem.
+        age_s: The age of the newest record of a step.
         left_s: The time until the run's time limit.
-        to_go_s: The estimated time to the last step.
+        to_go_s: The estimated time until the last step of the run is done.
         step_s: The p50, p95 and p99 of the step time on rank 0.
-        parts: The shares of a step by name as in `PART_NAMES`.
-        parts_of: The steps and ranks from which they are computed.
-        num_followed: The number of ranks whose records were compared.
+        num_steps: The number of steps from which `step_s` is computed.
+        parts: The shares of a step's parts, by the names in `PART_NAMES`.
+        parts_of: A text that says from which steps and ranks `parts` is computed.
+        num_followed: The number of ranks whose records are read.
+        slowest: The slowest of these ranks, the slowest first.
     """
 
     name: str
@@ -207,7 +212,7 @@ class RunState:
 
 
 def state_of(history: RunHistory, files: RunFiles, *, directory: str, now: float) -> RunState:
-    """Returns the current frame. `now` is in seconds since 1970."""
+    """Returns the state of the run at the time `now`, in seconds since 1970."""
     start = history.start or {}
     environment: Mapping[str, Any] = start.get("environment", {})
     steps = list(history.steps.get(0, ()))
@@ -295,7 +300,10 @@ def _quantiles(steps: Sequence[RecordedStep]) -> tuple[float, float, float] | No
 
 
 def _parts(history: RunHistory, steps: Sequence[RecordedStep]) -> tuple[Mapping[str, float], str]:
-    """Returns the shares of a step, and which ranks they are for: all ranks if they have been compared, else rank 0."""
+    """Returns the shares of a step's parts, and a text that says from which ranks and steps they are computed.
+
+    These are all ranks if the ranks have been compared, else rank 0.
+    """
     found = history.efficiency
     if found is not None and found["step_s"] > 0:
         # Records of earlier versions do not have all parts.
@@ -384,7 +392,7 @@ def _notes(files: RunFiles) -> list[str]:
 
 
 def _attempts(attempts: Sequence[Attempt]) -> list[str]:
-    """Returns a line per attempt, for the last attempts that have ended."""
+    """Returns one line for each of the last attempts that have ended."""
     ended = [each for each in attempts if each.ended is not None][-_SLOWEST:]
     return [
         f"attempt {each.number}: {each.cause.value if each.cause else 'ended'} after "

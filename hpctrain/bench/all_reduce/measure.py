@@ -1,4 +1,7 @@
-"""Measures all-reduces: decides which cells can run, groups them to fit into memory, and computes the table's rows."""
+"""Measures all-reduces. A cell of the table is one combination of size, algorithm and wire format.
+
+Decides which cells can run, groups them to fit into memory, times them, and computes the table's rows.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,17 @@ def algorithm_bandwidth(num_bytes: int, *, seconds: float) -> float:
 def bus_bandwidth(num_bytes: int, *, seconds: float, num_ranks: int) -> float:
     """Returns the algorithm bandwidth times 2 (N-1)/N in bytes/s: the traffic through each link of a ring of N ranks.
 
-    It does not depend on the number of ranks, so that it can be compared with the rate of the hardware. It can exceed
-    that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less traffic than in a
-    flat ring (ranks that share a node).
+    Unlike the algorithm bandwidth, it can be compared with the rate of the hardware on any number of ranks. It can
+    exceed that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less traffic than
+    in a flat ring (ranks that share a node).
     """
     return algorithm_bandwidth(num_bytes, seconds=seconds) * 2 * (num_ranks - 1) / num_ranks
 
 
 def wire_bytes(num_elements: int, *, wire: str) -> int | None:
-    """Returns the bytes of `num_elements` encoded float32; None if they depend on the gradients (top-k, low-rank,
-    auto).
+    """Returns the size in bytes of `num_elements` float32 values in the wire format.
+
+    Returns None if the size depends on the gradients (top-k, low-rank, auto).
     """
     try:
         return codec_named(wire).num_bytes(num_elements)
@@ -55,16 +59,16 @@ def wire_bytes(num_elements: int, *, wire: str) -> int | None:
 
 
 def bound_bytes(num_elements: int, *, wire: str, num_nodes: int) -> float | None:
-    """Returns a lower bound on the bytes that leave each node: 2 (C-1)/C times the encoded gradients, for C nodes.
+    """Returns a lower bound on the bytes that leave each of C nodes: 2 (C-1)/C times the size of encoded gradients.
 
-    None if the encoded size depends on the gradients.
+    Returns None if the encoded size depends on the gradients.
     """
     encoded = wire_bytes(num_elements, wire=wire)
     return None if encoded is None else 2 * (num_nodes - 1) / num_nodes * encoded
 
 
 def bound_seconds(num_elements: int, *, wire: str, num_nodes: int, link_bytes_per_s: float) -> float | None:
-    """Returns the seconds that `bound_bytes` take over one node's link; None if there is no bound or it is 0."""
+    """Returns the seconds that `bound_bytes` take over one node's link; None if that bound is None or 0."""
     least = bound_bytes(num_elements, wire=wire, num_nodes=num_nodes)
     return None if not least else least / link_bytes_per_s
 
@@ -90,10 +94,10 @@ class CellResult:
     """The result of a cell, the same on every rank.
 
     Attributes:
-        samples_s: The time of the slowest rank, for each repeat.
-        sent_bytes_per_node: The payload bytes per reduction of the node that sent most.
-        relative_error: The largest difference from the float64 sum, divided by the largest absolute value of that sum,
-            on the worst rank, in the last reduction (including the error feedback of earlier ones).
+        samples_s: For each repeat, the seconds of the slowest rank.
+        sent_bytes_per_node: The payload bytes that a node sent per reduction; the largest value of all nodes.
+        relative_error: The error of the last reduction on the worst rank: the largest difference from the float64 sum,
+            divided by the largest absolute value of that sum. It includes the error feedback of earlier reductions.
     """
 
     cell: Cell
@@ -103,10 +107,11 @@ class CellResult:
 
 
 def bucket_of(num_elements: int, *, number: int = 0, position: int = 0) -> Bucket:
-    """Returns a bucket of exactly `num_elements` float32: the largest square matrix, the remainder, and their flags.
+    """Returns a bucket of exactly `num_elements` float32 values, two of which are flags that gradients were used.
 
-    It has a matrix because low-rank wire formats send only matrices as factors; for other formats that makes no
-    difference. There is no padding before the flags, so that 4 KB in the table are 4 KB.
+    The other values are the largest square matrix that fits, and a vector of the rest. The matrix is there because
+    low-rank wire formats send only matrices as factors; for other formats it makes no difference. There is no padding
+    before the flags, so that 4 KB in the table are 4 KB. A small bucket has only a vector and one flag.
     """
     side = math.isqrt(max(0, num_elements - 2))
     numels = [num_elements - 1] if side < 4 else [side * side, num_elements - 2 - side * side]
@@ -165,8 +170,9 @@ class Gradients:
         memory[bucket.first_flag :] = 1
 
     def relative_error(self, memory: torch.Tensor, *, bucket: Bucket) -> float:
-        """Returns the largest difference of the sum in `memory` from the exact sum, relative to the latter's largest
-        value.
+        """Returns the relative error of the sum in `memory`.
+
+        This is the largest difference from the exact sum, divided by the largest absolute value of the exact sum.
         """
         expected = self._base[: bucket.num_gradients].double() * self._sum_of_factors
         if not expected.numel():
@@ -179,8 +185,8 @@ class Gradients:
 class CellTimer:
     """Times the cells of several reducers that exist at the same time. Its methods are collective over `comm`.
 
-    reducers: by (algorithm, wire format), in the same order on every rank; each has a bucket of every size. progress:
-    called after each reduction with the fraction that is done, 0 to 1.
+    reducers: by (algorithm, wire format), in the same order on every rank; each has `in_flight` buckets of every size.
+    progress: called after each reduction with the fraction that is done, 0 to 1.
     """
 
     def __init__(
@@ -211,16 +217,15 @@ class CellTimer:
         self._buffers: dict[tuple[str, str], list[torch.Tensor]] = {}
 
     def plan(self) -> None:
-        """Passes the buckets to every reducer. The constructor does not, since it must not communicate."""
+        """Passes the buckets to every reducer. This communicates, so the constructor does not do it."""
         for key, reducer in self._reducers.items():
             self._buffers[key] = reducer.plan(self._buckets, device=self._device)
 
     def measure(self, *, repeats: int, warmup: int) -> list[CellResult]:
-        """Times every cell `warmup + repeats` times, in an order that is shuffled in each round.
+        """Times every cell once per round, in `warmup + repeats` rounds. Warm-up rounds are not counted.
 
-        Warm-up rounds are not counted.
-
-        Shuffling spreads drift (other load on the machine, clock frequency) evenly over the cells.
+        Each round has its own random order of the cells, which spreads drift (other load on the machine, clock
+        frequency) evenly over them.
         """
         cells = [
             Cell(algorithm=algorithm, wire=wire, num_bytes=num_bytes)
@@ -259,9 +264,9 @@ class CellTimer:
         ]
 
     def _reduce(self, cell: Cell, *, check: bool) -> tuple[float, int, float]:
-        """Reduces once.
+        """Reduces the cell's buckets once.
 
-        Returns this rank's seconds, the payload bytes that it sent, and the error (0 unless `check`).
+        Returns this rank's seconds, the payload bytes that this rank sent, and the relative error (0 unless `check`).
         """
         key = (cell.algorithm, cell.wire)
         reducer, first = self._reducers[key], self._sizes_bytes.index(cell.num_bytes) * self._in_flight
@@ -310,7 +315,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceAsked:
-    """The settings of the measurement. `sizes_bytes` are sizes of float32 gradients, ascending. Raises UsageError."""
+    """The settings of the measurement. Raises UsageError for values out of range.
+
+    sizes_bytes: sizes of the float32 gradients, ascending. in_flight: number of buckets that are reduced at the same
+    time.
+    """
 
     sizes_bytes: tuple[int, ...]
     algorithms: tuple[str, ...]
@@ -338,10 +347,12 @@ class AllReduceRow:
     """A row of the table. Bandwidths are in bytes/s.
 
     Attributes:
+        algorithm: The requested algorithm, such as `auto`.
         runs: The algorithm that ran.
+        wire: The requested wire format, such as `auto`.
         wire_runs: The wire format that ran.
-        bound_bytes_per_node: The lower bound on the bytes that leave a node; None if there is none.
-        bound_s: The lower bound on the time; None if there is none.
+        bound_bytes_per_node: The lower bound on the bytes that leave a node; None if no bound is known.
+        bound_s: The lower bound on the time in seconds; None if no bound is known.
     """
 
     algorithm: str
@@ -396,9 +407,13 @@ def measure_all_reduce(
 ) -> AllReduceMeasured:
     """Measures every cell that can run on these ranks. Collective; returns the same value on every rank.
 
-    A note is added for each combination that cannot run, or would run as another one. If the reducers do not all fit
-    into memory, they are measured in groups, and a note says so. memory_bytes: the limit for the buckets of this rank;
-    None: half of the free memory, divided by the ranks of the host. Raises UsageError if no combination can run.
+    Combinations that cannot run, or in whose place another one would run, are left out, and notes say why. If the
+    reducers do not all fit into memory, they are measured in groups, and a note says so.
+
+    memory_bytes: the limit for the buckets of one rank. None: half of a host's free memory, but at most 80% of the free
+    space in /dev/shm, divided by the number of ranks on the host; of all hosts, the smallest result is used.
+
+    Raises UsageError if no combination can run.
     """
     notes: list[str] = []
     pairs = [(algorithm, wire) for wire in asked.wires for algorithm in asked.algorithms]
@@ -443,7 +458,10 @@ def measure_all_reduce(
 def groups_that_fit(
     pairs: Sequence[tuple[str, str]], *, bytes_each: int, budget_bytes: float
 ) -> Iterator[list[tuple[str, str]]]:
-    """Yields the pairs in as few, about equally large groups as memory allows; at least one pair per group."""
+    """Divides the pairs (algorithm, wire format) into groups of about equal size, and yields these.
+
+    There are as few groups as memory allows. Each group has at least one pair.
+    """
     at_once = max(1, int(budget_bytes // max(1, bytes_each)))
     num_groups = -(-len(pairs) // at_once)
     for number in range(num_groups):
@@ -452,7 +470,7 @@ def groups_that_fit(
 
 
 def _memory_for_buckets(comm: Collective) -> float:
-    """Returns the bytes for one rank's buckets, on the host that has least per rank. Collective."""
+    """Returns how many bytes the buckets of one rank may use: the smallest limit of all hosts. Collective."""
     free = SHARE_OF_MEMORY * psutil.virtual_memory().available
     if _SHARED_MEMORY.is_dir():
         free = min(free, SHARE_OF_SHARED * shutil.disk_usage(_SHARED_MEMORY).free)
@@ -475,7 +493,7 @@ def _make(
 
 
 def notes_of(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
-    """Returns one line per reason, for example `not measured: ring, direct (fp32, fp16): ...`."""
+    """Returns one line per reason for leaving out cells, for example `not measured: ring, direct (fp32, fp16): ...`."""
     lines = []
     for reason, pairs in left_out.items():
         by_wires: dict[str, list[str]] = {}
@@ -495,7 +513,11 @@ def row_of_cell(
     asked: AllReduceAsked,
     link_bytes_per_s: float | None,
 ) -> AllReduceRow:
-    """Returns the row of a cell. With several buckets in flight, bytes and time are those of all of them together."""
+    """Returns the row of a cell.
+
+    `num_bytes` is the size of one bucket. With several buckets in flight, the time, the bandwidths and the bytes per
+    node are those of all these buckets together.
+    """
     cell, count = measured.cell, asked.in_flight
     seconds = spread_of(measured.samples_s)
     num_bytes = cell.num_bytes * count

@@ -54,10 +54,11 @@ MAX_MESSAGES = 2048
 
 
 def measure_link(transport: Transport, *, comm: Collective) -> float | None:
-    """Returns the bytes/s that each node sends while it receives as many; None on one node. Collective.
+    """Returns the bytes/s that each node sends while it receives at the same rate. Collective.
 
-    It is the best of three rounds, and takes about 2 s. The first rank of each node sends messages to the first rank of
-    the next node, several at a time; the other ranks wait. A round takes as long as its slowest node.
+    The first rank of each node sends messages to the first rank of the next node, several at a time; the other ranks
+    wait. The time of a round is that of the slowest node, and the best of three rounds counts. This takes about 2 s.
+    Returns None if there is only one node.
     """
     firsts = [ranks[0] for ranks in transport.topology.ranks_by_node]
     if len(firsts) == 1:
@@ -72,9 +73,9 @@ def measure_link(transport: Transport, *, comm: Collective) -> float | None:
 
 
 def _shift(transport: Transport, *, comm: Collective, firsts: list[int], num_messages: int) -> float:
-    """Returns the seconds of the slowest rank for `num_messages` messages to the next node. Collective.
+    """Sends `num_messages` messages to the next node, four at a time. Returns the slowest rank's seconds.
 
-    Four messages are in flight at a time.
+    Collective.
     """
     outgoing = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     incoming = [torch.empty_like(outgoing) for _ in range(4)]
@@ -103,7 +104,8 @@ ALGORITHMS = ALGORITHM_NAMES
 def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[str, ...]) -> tuple[str, ...]:
     """Parses names separated by commas.
 
-    Returns each name once, in the given order; `usual` for `all`. Raises UsageError.
+    Returns each name once, in the given order; for the text `all`, returns `usual`. Raises UsageError if a name is not
+    in `valid`.
     """
     if text.strip() == "all":
         return usual
@@ -117,23 +119,23 @@ def parse_names(text: str, *, option: str, valid: tuple[str, ...], usual: tuple[
 def nccl_to_start(algorithms: tuple[str, ...]) -> str | None:
     """Returns the requested NCCL algorithm, which Horovod must know when it starts; None if none is requested.
 
-    Raises UsageError for more than one.
+    Raises UsageError if more than one is requested.
     """
     asked = [name for name in algorithms if name in NCCL_ALGORITHMS]
     if len(asked) > 1:
         raise UsageError(
-            f"--algorithms: {' and '.join(asked)} cannot be measured in one process, as Horovod runs the one that it "
-            "was started with: measure them one after another"
+            f"--algorithms: {' and '.join(asked)} cannot be measured in one process, since Horovod uses the algorithm "
+            "with which it was started: call this command once for each of them"
         )
     return asked[0] if asked else None
 
 
 @final
 class ReducersHere:
-    """Creates reducers as a training run of this session does; a `MakeReducer`. Collective.
+    """Creates reducers as a training run of this session does. Implements `MakeReducer`. Collective.
 
-    If algorithm or wire format is `auto`, a calibration is measured, without cached results of earlier runs;
-    `calibrations` has its numbers and the choice.
+    If algorithm or wire format is `auto`, a calibration measures the candidates and chooses one; it does not use cached
+    results of earlier runs. `calibrations` has the measurements and the choice, by (algorithm, wire format) as asked.
 
     Args:
         gradient_bytes: The total size of the buckets of one reducer.
@@ -197,7 +199,9 @@ def check_runs(asked: Algorithm, *, wire: str, capabilities: Capabilities) -> No
     """Raises UsageError if another algorithm would run instead of `asked`. The message does not name `asked`."""
     if capabilities.topology.num_ranks == 1:
         if asked is not Algorithm.FLAT:
-            raise UsageError("one rank sends nothing, so that all algorithms are the same: see flat")
+            raise UsageError(
+                "one rank sends nothing, so that all algorithms are the same: see the row of flat"
+            )
         return
     if asked is Algorithm.FLAT and capabilities.nccl is not None and encodes_every_value(wire):
         raise UsageError(f"{capabilities.nccl.value} would run instead: Horovod was started with it")
@@ -225,7 +229,7 @@ class LinkRate:
 
 
 def parse_link(text: str | None) -> float | None:
-    """Parses `--link-mbit`. Returns bytes/s; None for `measure` and if not given. Raises UsageError."""
+    """Parses `--link-mbit`. Returns the rate in bytes/s; None if `text` is None or `measure`. Raises UsageError."""
     if text is None or text == "measure":
         return None
     try:
@@ -238,9 +242,9 @@ def parse_link(text: str | None) -> float | None:
 
 
 def find_link(text: str | None, *, session: Session) -> LinkRate | None:
-    """Returns the link rate that was given, or measures it. Collective.
+    """Returns the rate of the link, as given in `text` or else measured. Collective.
 
-    None if no rate is requested or it cannot be measured.
+    Returns None if `text` is None, or if the rate cannot be measured.
     """
     given = parse_link(text)
     if given is not None:
@@ -325,9 +329,10 @@ def all_reduce_document(
 
 
 def all_reduce_table(rows: Sequence[AllReduceRow], *, title: str) -> Table:
-    """Returns a table with one row per cell.
+    """Returns a table with one row per combination of size, algorithm and wire format.
 
-    It has traffic columns on several nodes, and a time bound if it is known.
+    With several nodes, the table has columns for the traffic between nodes. If lower bounds on the times are known, it
+    has a column that compares the times with them.
     """
     between_nodes = any(row.bound_bytes_per_node for row in rows)
     bounded = any(row.bound_s is not None for row in rows)
@@ -405,8 +410,8 @@ def plot_all_reduce(
 ) -> None:
     """Writes the plot, with a colour per algorithm, a line style per wire format, and the quartiles as a band.
 
-    The bound, in grey, is the bus bandwidth of a wire format if each node sent only `bound_bytes` at the link's rate,
-    and nothing else took time.
+    The bound, in grey, is the bus bandwidth that a wire format would reach if each node sent only `bound_bytes`, at the
+    link's rate, and nothing else took time.
     """
     import matplotlib as mpl
 

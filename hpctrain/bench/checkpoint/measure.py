@@ -87,12 +87,14 @@ class CheckpointRow:
     """A row of the table.
 
     Attributes:
-        raw: The name of the plain method with which it is compared; None for a plain method.
+        raw: The name of the plain method with which this method is compared; None for a plain method.
         seconds: The seconds of the slowest rank.
-        share_of_raw: The median over rounds of plain time / this time.
-        engine: The engine that ran; None if nothing was saved.
-        stall: For async saves, the seconds for which training is blocked.
-        stall_of_copy: The median over rounds of stall / time of a memcpy of the rank's share.
+        share_of_raw: The time of the plain method divided by the time of this method, as the median over rounds; None
+            for a plain method.
+        engine: The engine that ran; None for a method without an engine.
+        stall: For async saves, the seconds for which training is blocked; else None.
+        stall_of_copy: The stall divided by the time of a memcpy of the rank's share, as the median over rounds; None
+            without a stall.
     """
 
     what: str
@@ -117,7 +119,7 @@ class CheckpointMeasured:
 
     Attributes:
         num_bytes: The size of the state.
-        rank_bytes: The bytes of the plain write, by rank.
+        rank_bytes: For each rank, the bytes that it writes in the plain write.
         notes: Lines below the table.
     """
 
@@ -136,8 +138,8 @@ def measure_checkpoint(
 ) -> CheckpointMeasured:
     """Times every method once per round, in shuffled order. Collective; returns the same value on every rank.
 
-    directory: an empty directory on the filesystem to be measured, visible to all ranks; the files remain in it. Raises
-    on every rank UsageError if memory or disk space is too small, and CheckpointError if I/O fails.
+    directory: an empty directory on the filesystem to be measured, visible to all ranks; the files remain in it. On
+    every rank, raises UsageError if memory or disk space is too small, and CheckpointError if I/O fails.
     """
     check_free_space(asked, comm=comm, directory=directory)
     state = make_state(num_bytes=asked.num_bytes, num_tensors=asked.num_tensors, seed=asked.seed)
@@ -186,7 +188,10 @@ def take_turns(
     seed: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> dict[str, list[MethodTime]]:
-    """Times each method `warmup + repeats` times. Returns the times by method name, without warm-up. Collective."""
+    """Times each method `warmup + repeats` times. Collective.
+
+    Returns the times by the name of the method, without those of the warm-up.
+    """
     progress(0.0)
     order = Random(seed)
     found: dict[str, list[MethodTime]] = {method.name: [] for method in methods}
@@ -204,7 +209,7 @@ def row_of_method(
 ) -> CheckpointRow:
     """Returns the row of one method.
 
-    `turns` has the times of all methods by name; `num_bytes` are the bytes per turn.
+    turns: the times of all methods, by name. num_bytes: the number of bytes that the method handles per turn.
     """
     mine = [turn.seconds for turn in turns[method.name]]
     stalls = [turn.stall_s for turn in turns[method.name] if turn.stall_s is not None]

@@ -1,6 +1,6 @@
-"""Methods that write a state to disk or read it back. Each times itself once per turn.
+"""Methods that write a state to disk or read it back. Each call of `turn` runs a method once and times it.
 
-Methods that write use a new file, except RunSaving, which reuses one as a run does.
+Methods that write use a new file in each turn, except RunSaving, which reuses a file as a training run does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ CUT_BYTES = 4096
 class BenchState:
     """A replicated state of random bytes, the same on every rank.
 
-    tensors: float32, one-dimensional, of equal size up to one element. Each has its own memory, all of it touched.
+    tensors: float32, one-dimensional, of equal size up to one element. Each has its own memory, and every page of it
+    has been written.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -108,7 +109,7 @@ class RawShare:
         return self.end - self.begin
 
     def create(self, path: Path) -> None:
-        """Creates the empty file. One rank calls it, and the others must wait for it. Raises OSError."""
+        """Creates the empty file. Only one rank calls this, and the other ranks must wait for it. Raises OSError."""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def write(self, path: Path) -> None:
@@ -144,7 +145,7 @@ class RawShare:
         return arrays
 
     def prepare_copy(self) -> None:
-        """Allocates the memory that `copy` copies into and touches every page of it."""
+        """Allocates the memory that `copy` copies into, and writes to every page of it."""
         self._copy = np.empty(self.num_bytes, dtype=np.uint8)
         self._copy.fill(1)
 
@@ -166,7 +167,7 @@ def _between(views: Sequence[NDArray[np.uint8]], begin: int, end: int) -> Iterat
 
 
 def _calls(arrays: Sequence[NDArray[np.uint8]]) -> Iterator[list[NDArray[np.uint8]]]:
-    """Yields the arrays for each system call, in order, as many as the kernel accepts. Larger arrays are split."""
+    """Yields, for each system call, as many arrays as the kernel accepts, in order. Larger arrays are split."""
     call: list[NDArray[np.uint8]] = []
     size = 0
     for array in arrays:
@@ -194,8 +195,8 @@ STEP_S = 0.002
 class MethodTime:
     """The time of one turn.
 
-    seconds: from a barrier to the end on the slowest rank. stall_s: the part in which training is blocked; None if the
-    method does not run in the background.
+    seconds: from a barrier to the end on the slowest rank. stall_s: the part of this time in which training is blocked;
+    None if the method does not run in the background.
     """
 
     seconds: float
@@ -206,9 +207,9 @@ class TimedMethod(Protocol):
     """The interface of a method that is timed.
 
     Attributes:
-        name: Its name in the table.
-        engine: The checkpoint engine that ran, known after a turn.
-        raw: The name of the plain method with which it is compared; None for a plain method.
+        name: The name of the method in the table.
+        engine: The checkpoint engine that ran; None before the first turn, and for methods without an engine.
+        raw: The name of the plain method with which this method is compared; None for a plain method.
     """
 
     @property
@@ -269,7 +270,7 @@ class SyncSaving:
 
 @final
 class RunSaving:
-    """Saves as a run that keeps one checkpoint does from its third save on.
+    """Saves like a training run that keeps one checkpoint, from the run's third save on.
 
     The time includes deleting the previous checkpoint.
     """
@@ -280,7 +281,7 @@ class RunSaving:
         self, state: State, *, engine: str, comm: Collective, directory: Path, page_cache: PageCache = "auto",
         replica_check: ReplicaCheck | None = None,
     ) -> None:  # fmt: skip
-        """Stores the settings. `replica_check` is None for the default of `save`."""
+        """Stores the settings. If `replica_check` is None, the default of `save` is used."""
         self._state, self._comm = state, comm
         self._options: dict[str, Any] = {"engine": engine, "page_cache": page_cache}
         self.name = f"save in a run, {engine}"
@@ -325,9 +326,9 @@ class Copying:
 class AsyncSaving:
     """Saves with `CheckpointSave`, buffers and a thread, as in training, between steps that do nothing.
 
-    Its stall is the time for which a training loop waits: at the start, with the copy, and at the end of each phase.
-    Asking whether all ranks are ready is not counted, since training does so together with the gradients. It owns a
-    thread; call `close`.
+    The stall is the time for which a training loop waits: at the start, including the copy, and at the end of each
+    phase of the save. The exchange by which ranks find out whether all of them are ready is not counted, since training
+    does this together with the gradients. The object owns a thread: call `close` at the end.
     """
 
     raw = RAW_WRITE
@@ -436,7 +437,7 @@ def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
 
 
 def remove_and_sync(path: Path, *, comm: Collective) -> None:
-    """Removes a file or a folder and syncs its directory, so that later times do not include this. Collective."""
+    """Removes a file or a folder and syncs its directory, so that later times do not include this work. Collective."""
 
     def gone() -> None:
         if path.is_dir():
@@ -449,9 +450,9 @@ def remove_and_sync(path: Path, *, comm: Collective) -> None:
 
 
 def make_folder(path: Path, *, comm: Collective) -> None:
-    """Creates the checkpoints' folder.
+    """Creates the checkpoints' folder. Collective.
 
-    It is not timed, since only the first save of a training creates it. Collective.
+    This is not timed, since only the first save of a training run creates the folder.
     """
     on_rank_0(comm, lambda: _tried(lambda: path.mkdir(exist_ok=True)))
 

@@ -26,9 +26,10 @@ from hpctrain.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWait:
-    """The waits for batches in seconds: `waits_s` of each step after the first, `first_s` of the first batch.
+    """How long training steps waited for their batches, in seconds.
 
-    step_s: the duration of the training step.
+    step_s: the duration of a training step. waits_s: the wait for each batch after the first. first_s: the wait for the
+    first batch.
     """
 
     step_s: float
@@ -74,7 +75,8 @@ LEAST_BATCHES = 8
 class Reader(str, Enum):
     """A way of reading the dataset that is timed.
 
-    loader: batches as in training. gather: only the reads of these batches. raw: plain reads of their bytes.
+    loader: the loader makes batches, as in training. gather: `Dataset.gather` only reads the samples of the same
+    batches. raw: plain reads of the bytes of the same samples.
     """
 
     LOADER = "loader"
@@ -87,10 +89,11 @@ class DataAsked:
     """The settings of the measurement. Raises UsageError for a number that is too small.
 
     Attributes:
-        batch: The samples per batch.
-        num_batches: The batches per reading; None: those of an epoch, at most 256 MiB.
-        step_s: The duration of the training step that waits for batches.
-        num_steps: The number of these steps; 0: none.
+        batch: The number of samples per batch.
+        num_batches: The number of batches per reading; None: as many as an epoch has, but at most 256 MiB or 8 batches,
+            whichever is more.
+        step_s: The duration of the simulated training step that waits for batches.
+        num_steps: The number of simulated training steps; 0: the wait is not measured.
         open_options: Keyword arguments of `Dataset.open`.
     """
 
@@ -120,12 +123,14 @@ class DataAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataRow:
-    """The result of one reader. `seconds` and `samples_s` are times per reading.
+    """The result of one reader.
 
     Attributes:
-        num_batches: The batches per reading.
-        num_samples: The samples per reading.
-        num_bytes: The bytes per reading; for `raw`, the bytes read from the files.
+        seconds: The spread of `samples_s`.
+        samples_s: The seconds of each reading.
+        num_batches: The number of batches per reading.
+        num_samples: The number of samples per reading.
+        num_bytes: The number of bytes per reading; for `raw`, the bytes read from the files.
         share_of_raw: The median time of raw reading divided by the median time of this reader; None if nothing could be
             read raw.
     """
@@ -155,8 +160,9 @@ class DataRow:
 class DataMeasured:
     """The result of the measurement.
 
-    rows: those of loader, gather and raw. cached: the fraction of the files in the page cache when the cold readings
-    began.
+    rows: one per reader (loader, gather, raw) that could read anything. wait: None if it was not measured. notes: lines
+    below the table. cached: the largest fraction of the files that was in the page cache when a cold reading began;
+    None for warm readings, or if it is unknown.
     """
 
     rows: list[DataRow]
@@ -169,10 +175,11 @@ class DataMeasured:
 
 
 def measure_data(asked: DataAsked, *, progress: Callable[[float], None] = lambda share: None) -> DataMeasured:
-    """Times every reader on the same batches, once per round in shuffled order, then the waits of training steps.
+    """Times every reader on the same batches, then measures how long training steps wait for batches.
 
-    Round r reads the first batches of epoch r. A cold reading opens the dataset again and first drops its files from
-    the page cache. Raises DataError, UsageError.
+    In each round every reader reads once; the order of the readers is shuffled. Round r reads the first batches of
+    epoch r. A cold reading opens the dataset again and first drops its files from the page cache. Raises DataError,
+    UsageError.
     """
     opened = _open(asked)
     sample_bytes = sum(spec.sample_bytes for spec in opened.fields.values())
@@ -249,7 +256,7 @@ def batches_to_read(asked: DataAsked, *, num_samples: int, sample_bytes: int) ->
     if asked.num_batches > in_epoch:
         raise UsageError(
             f"{asked.num_batches} batches of {asked.batch} samples were asked for; an epoch of "
-            f"{num_samples} samples has {in_epoch}"
+            f"{num_samples} samples has {in_epoch}: ask for at most {in_epoch}"
         )
     return asked.num_batches
 
@@ -280,7 +287,7 @@ def _loader(dataset: Dataset, asked: DataAsked) -> Loader:
 
 
 Read = Callable[[], int]
-"""Performs one reading and returns the bytes read. Only this call is timed."""
+"""Performs one reading and returns the number of bytes read. Only this call is timed."""
 
 
 def _through_loader(

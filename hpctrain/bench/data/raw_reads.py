@@ -1,6 +1,6 @@
 """Plain reads of samples' bytes: the baseline for the speed of a loader.
 
-Contiguous fields are gathered from memory maps at their datasets' file offsets, one array per batch, as in a
+The samples of a contiguous field are gathered from a memory map of its HDF5 dataset into one array per batch, as in a
 hand-written loop. For chunked fields, the chunks that hold the samples are read with pread and not decoded. Nothing is
 cached, checked or sorted.
 """
@@ -38,8 +38,9 @@ class _Chunked:
     """The chunks of one field in one shard.
 
     Attributes:
-        chunk_rows: The rows per chunk; chunk row i starts at row i * chunk_rows.
-        places: (file offset, size in bytes) of each chunk, by chunk row.
+        chunk_rows: The number of rows per chunk. Chunk row i, the chunks with index i along the first dimension, starts
+            at row i * chunk_rows.
+        places: For each chunk row, the file offset and the size in bytes of each of its chunks.
         rows_of: A function that converts samples to rows.
     """
 
@@ -59,12 +60,12 @@ class _Chunked:
 class RawReader:
     """Reads a dataset's fields without decoding. A context manager; not thread-safe.
 
-    left_out: the fields that cannot be read directly (variable length, members of a compound, filters without chunks),
-    with the reason.
+    left_out: for each field that cannot be read directly, such as one of variable length or a member of a compound,
+    the reason.
     """
 
     def __init__(self, dataset: Dataset, *, indices: NDArray[np.int64]) -> None:
-        """Opens the shards. `indices` are all samples that will be read, int64, shape (n,).
+        """Opens the shards that hold the samples `indices`: all samples that will be read, int64, shape (n,).
 
         Raises DataError if a shard cannot be opened.
         """

@@ -1,7 +1,7 @@
-"""Writes a scaling sweep as JSON lines for Extra-P. Pure.
+"""Converts the document of a scaling sweep to JSON lines for Extra-P. Pure functions.
 
-The format is that of Extra-P's docs/file-formats.md, section JSON Lines: a line has `params`, `callpath`, `metric` and
-`value`, here the list of the repeats.
+The format is that of Extra-P's docs/file-formats.md, section JSON Lines: each line has `params`, `callpath`, `metric`
+and `value`. Here `value` is a list with one number per run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ EXTRAP_SIZES = 5  # the numbers of ranks that Extra-P's modeler asks for
 
 
 def extrap_lines(document: ScalingDocument) -> list[str]:
-    """Returns the lines of the file. Each has the seconds per step of one size and part of a step, one value per run.
+    """Returns the lines of the file: one line per number of ranks and part of a step, with one value per run.
 
-    The callpaths are `step`, and `step->NAME` for its parts; the parameter is the number of ranks, `p`. A value is the
-    mean over the run's ranks and measured steps; for `step` it is that of the slowest rank.
+    The callpath is `step` for the whole step and `step->NAME` for a part. The parameter `p` is the number of ranks. A
+    value is seconds per step: for a part, the mean over the run's ranks and measured steps; for `step`, the mean over
+    the measured steps of the slowest rank's time.
     """
     by_ranks: dict[int, list[ScalingRun]] = {}
     for run in document.runs:
@@ -32,7 +33,7 @@ def extrap_lines(document: ScalingDocument) -> list[str]:
 
 
 def extrap_notes(document: ScalingDocument) -> list[str]:
-    """Returns notes that a reader should know before modeling."""
+    """Returns notes for a user who fits a model with Extra-P; empty if there is nothing to note."""
     sizes = len({run.ranks for run in document.runs})
     if sizes < EXTRAP_SIZES:
         return [f"Extra-P asks for at least {EXTRAP_SIZES} numbers of ranks; there are {sizes}"]

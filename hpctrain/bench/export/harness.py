@@ -1,7 +1,7 @@
-"""Writes files with which benchmark harnesses run `hpctrain bench scaling` on a cluster.
+"""Makes the files with which benchmark harnesses run `hpctrain bench scaling` on a cluster.
 
-Both harnesses start one job per number of ranks; in it hpctrain starts the ranks and repeats the measurement. Pure,
-except for reading the templates.
+Both harnesses start one job per number of ranks. Within a job, hpctrain starts the ranks and repeats the measurement.
+The functions only read the templates and return text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExportedSweep:
 
     Attributes:
         name: The name of the recipe's run.
-        recipe: Its absolute path.
+        recipe: The absolute path of the recipe.
         folder: The absolute path of the folder to which paths in the recipe are relative.
         program: The `hpctrain` program to call.
     """
@@ -59,7 +59,7 @@ class ExportedSweep:
 
 
 def harness_file(sweep: ExportedSweep, harness: Harness) -> str:
-    """Returns the text of the file. Raises UsageError for a path that the harness does not accept."""
+    """Returns the text of the file for `harness`. Raises UsageError for a path that the harness does not accept."""
     if harness is Harness.JUBE and "$" in f"{sweep.recipe}{sweep.folder}{sweep.program}":
         raise UsageError("JUBE replaces $ in paths: move the recipe to a folder whose path has none")
     environment = jinja2.Environment(

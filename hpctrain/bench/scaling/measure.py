@@ -43,13 +43,14 @@ from hpctrain.telemetry import RunDirectory, in_words
 
 
 class Starter(Protocol):
-    """The interface of what starts the ranks of a run."""
+    """The interface of an object that starts the ranks of a run."""
 
     def start(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> str | None:
         """Trains `recipe` to its end on `cell.num_ranks` ranks, with the run directory `directory`/run.
 
-        Returns the number of the run's own Slurm job, None if it had none. Raises StoppedEarly if this process was
-        asked to stop, else the error class of the run's exit code, with its last lines of output.
+        Returns the ID of the run's own Slurm job, or None if it had none. Raises StoppedEarly if this process was
+        asked to stop. If the run fails, raises the error class of its exit code, or LaunchError for a Slurm job; the
+        message ends with the run's last lines of output.
         """
 
 
@@ -79,9 +80,10 @@ def run_size(
     """Makes one run in `directory`, which is removed at the end.
 
     Args:
-        threads: The threads of each rank, unless the recipe sets them.
+        threads: The number of threads per rank, unless the recipe sets it.
         with_environment: Whether the result contains the run's environment.json.
-        keep: A folder into which the run directory of a successful run is moved as `ranks-N`, replacing an earlier one.
+        keep: A folder into which the run directory of a successful run is moved as `ranks-N`, where it replaces that
+            of an earlier run.
 
     Raises the errors of `Starter.start`, and LaunchError if records are missing.
     """
@@ -122,9 +124,10 @@ def summarize_run(
     job: str | None,
     with_environment: bool,
 ) -> ScalingRun:
-    """Returns the run's entry of the document. `steps` has each rank's records of the measured steps. Pure.
+    """Returns the run's entry of the document. A pure function.
 
-    Raises LaunchError if the records have no hash of their samples.
+    steps: for each rank, its records of the measured steps. Raises LaunchError if the records have no hash of their
+    samples.
     """
     at_once = list(zip(*steps, strict=True))
     if not all("sample_sum" in record for step in at_once for record in step):
@@ -189,8 +192,8 @@ class Jobs:
     """Submits one job at a time and waits for its end.
 
     Attributes:
-        ranks_per_node: The ranks per node in all but smaller jobs.
-        module_folder: A folder that is searched for the task, in addition to PYTHONPATH.
+        ranks_per_node: The number of ranks per node. A job with fewer ranks gets one node.
+        module_folder: A folder that is searched for the task's module, in addition to PYTHONPATH.
         folder: The folder in which sbatch is called.
     """
 
@@ -296,10 +299,10 @@ _RULES = {
 
 
 def check_samples(runs: Sequence[ScalingRun], *, mode: Mode) -> SamplesCheck | None:
-    """Compares the hashes of the samples of each measured step; None without runs.
+    """Compares the hashes of the samples of each measured step. Returns None if there are no runs.
 
-    In strong scaling all runs must agree, in weak scaling those on the same number of ranks. Otherwise their times
-    measure different work, and DataError is raised, naming the runs and the step.
+    In strong scaling the hashes of all runs must be equal; in weak scaling, those of runs on the same number of ranks.
+    Otherwise the times would measure different work: DataError is raised, which names the runs and the step.
     """
     first: dict[int, ScalingRun] = {}
     for run in runs:
@@ -333,9 +336,9 @@ class SweepPlace:
 
     Attributes:
         launcher: The launcher for ranks started by this process.
-        scratch: The folder for the runs' files; None: chosen.
-        document: The JSON file.
-        recipe_path: The path as the user gave it; its folder is searched for the task.
+        scratch: The folder for the runs' files; None: chosen by `runs_folder`.
+        document: The path of the JSON document.
+        recipe_path: The path of the recipe as the user gave it. Its folder is searched for the task's module.
         keep: A folder that keeps the run directory of the last run of each size as `ranks-N`; None: all are removed.
     """
 
@@ -348,7 +351,7 @@ class SweepPlace:
 
 @dataclass(kw_only=True, slots=True)
 class _Sweep:
-    """A sweep in progress. `head` has the document's first fields, from when it was started."""
+    """A sweep in progress. `head` has the document's first fields, as they were when the sweep was started."""
 
     recipe: Recipe
     settings: SweepSettings
@@ -406,11 +409,13 @@ def measure_sweep(
 ) -> ScalingDocument:
     """Makes the runs of a sweep, and writes the document after each run. Returns the document.
 
-    resume: whether to continue the document `place.document`, if it exists. at_most_rounds: end after this many further
-    rounds. While ranks run, signals are handled as `run_launch` does. The document is valid and can be resumed whenever
-    this is interrupted: by StoppedEarly or KeyboardInterrupt after a signal, or by the error class of a run that
-    failed. Raises UsageError before the first run if the sweep cannot be measured or resumed, and DataError if a run
-    saw other samples than earlier ones.
+    resume: whether to continue the sweep of `place.document`, if that file exists. at_most_rounds: end after this many
+    further rounds; None: after all rounds. While ranks run, signals are handled as in `run_launch`.
+
+    If the function is interrupted, the document is valid and the sweep can be resumed. StoppedEarly or
+    KeyboardInterrupt interrupts it after a signal; the error class of a run interrupts it when that run fails. Raises
+    UsageError before the first run if the sweep cannot be measured or resumed, and DataError if a run trained on other
+    samples than earlier runs.
     """
     check_settings(settings, batch=recipe.data.global_batch)
     machine = survey_machine()

@@ -1,6 +1,7 @@
-"""Computes the results of a sweep from its runs: rate, speedup, efficiency and parts of a step per size. Pure.
+"""Computes the results of a scaling sweep from its runs. Pure functions.
 
-Also fits the scaling laws.
+The results of each number of ranks are the rate, the speedup, the efficiency and the parts of a step. Also fits the
+scaling laws.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from hpctrain.scaling import FitChoice, fit_laws, paired_ratio
 def size_results(
     runs: Sequence[ScalingRun], *, baseline_ranks: int, shared: Callable[[int], bool]
 ) -> list[SizeResult]:
-    """Returns the results of every size that was measured in the same round as the baseline, fewest ranks first.
+    """Returns the results of each number of ranks, ascending. Rounds without a run of the baseline do not count.
 
-    shared: returns whether that many ranks share cores.
+    shared: a function that takes a number of ranks, and returns True if that many ranks have to share cores.
     """
     by_ranks: dict[int, dict[int, ScalingRun]] = {}
     for run in runs:
@@ -36,7 +37,7 @@ def size_results(
 
 
 def fits_of(runs: Sequence[ScalingRun], *, mode: str) -> FitChoice | None:
-    """Returns the laws fitted to all rates; None with fewer than two sizes."""
+    """Returns the scaling laws, fitted to the samples/s of all runs; None with fewer than two numbers of ranks."""
     rates: dict[int, list[float]] = {}
     for run in runs:
         rates.setdefault(run.ranks, []).append(run.samples_per_s)

@@ -1,4 +1,4 @@
-"""A scaling sweep: its JSON document, which is also its state, its plan, and its table."""
+"""A scaling sweep: its plan, its table, and its JSON document, from which an unfinished sweep resumes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class _Part(BaseModel):
 
 
 class RankSums(_Part):
-    """The sums over the measured steps of one rank in one run.
+    """Sums over the measured steps of one run, for one rank.
 
-    seconds: by name as in metrics/rank-*.jsonl: `step` and its `PARTS`; also `sync`, the whole time of the reduction,
-    which overlaps them.
+    seconds: seconds by name, with the names of metrics/rank-*.jsonl: `step`, the parts of a step (`PARTS`), and `sync`,
+    the whole time of the reduction, which overlaps other parts.
     """
 
     rank: int
@@ -53,14 +53,14 @@ class ScalingRun(_Part):
 
     Attributes:
         round: The number of the round, from 0; each round has one run of every size.
-        place: The index in the round, from 0.
+        place: The index of the run within its round, from 0.
         samples_per_s: The samples of all ranks divided by the sum of `step_s`.
         step_s: The seconds of each measured step on its slowest rank.
         samples: The number of samples of all ranks and measured steps.
         sample_sums: For each measured step a hash of the set of samples of all ranks, 16 hexadecimal digits.
-        by_rank: The sums of each rank.
-        job: The Slurm job, if the run had one of its own.
-        environment: The run's environment.json; null after the first run of a size.
+        by_rank: For each rank, its sums over the measured steps.
+        job: The ID of the run's own Slurm job; None if it had none.
+        environment: The run's environment.json, in the first run of each size; null in the other runs.
     """
 
     round: int
@@ -80,16 +80,17 @@ class ScalingRun(_Part):
 
 
 class SweepSettings(_Part):
-    """The settings of a sweep. A sweep is resumed with the same settings, but `repeats` may grow.
+    """The settings of a sweep. A sweep must be resumed with the same settings, except that `repeats` may grow.
 
     Attributes:
-        nodes: The numbers of nodes, if sizes were given as such.
-        steps: The measured steps of each run.
-        warmup_steps: The steps before them, which are dropped.
+        nodes: The numbers of nodes, if the sizes were given as numbers of nodes; else None.
+        steps: The number of measured steps per run.
+        warmup_steps: The number of steps before the measured ones; these are not counted.
         repeats: The number of rounds.
-        seed: The seed of the order of sizes within the rounds.
-        threads_per_rank: The threads of every rank, at every size; None before it is decided.
-        start: `launch`: mpirun here, or srun within this allocation; `jobs`: a Slurm job per run.
+        seed: The seed of the random order of sizes within each round.
+        threads_per_rank: The number of threads per rank, the same for all sizes; None before it is decided.
+        start: How ranks are started. `launch`: by mpirun here, or by srun within this allocation; `jobs`: in one Slurm
+            job per run.
     """
 
     mode: Mode
@@ -106,17 +107,18 @@ class SweepSettings(_Part):
 
 
 class SizeResult(_Part):
-    """The results of one number of ranks, over its runs.
+    """The results of one number of ranks, computed from all its runs.
 
     Attributes:
         samples_per_s: `median`, `q1`, `q3`, `min`, `max` and `count` over the runs.
         step_s: The same fields over all measured steps of all runs.
-        efficiency: Samples/s per rank relative to the baseline in the same rounds: `value` (geometric mean), `low`,
-            `high` (t interval at confidence `level`), `least`, `greatest` (over the rounds), `range_level`, `count`,
-            `paired`.
+        efficiency: Samples/s per rank relative to the baseline in the same rounds, with the fields of
+            `RatioEstimate`: `value` (geometric mean), `low`, `high` (t interval at confidence `level`), `least`,
+            `greatest` (over the rounds), `range_level`, `count`, `paired`.
         speedup: Samples/s relative to the baseline, with the same fields. For the baseline itself, efficiency and
             speedup are 1 without an interval.
-        seconds: The seconds of a step, as means over ranks and runs: `PARTS`, `step` and `other`.
+        seconds: The seconds per step by name, as means over ranks and runs: `step`, the parts of a step (`PARTS`), and
+            `other`, the rest that no part covers.
         shared_cores: Whether ranks had to share cores; the results then do not apply to ranks with cores of their own.
     """
 
@@ -136,9 +138,9 @@ class SamplesCheck(_Part):
     """How the samples of the runs were compared.
 
     Attributes:
-        rule: The rule as text.
-        runs: The number of runs.
-        steps: The number of steps of each.
+        rule: A sentence that says which runs had the same samples.
+        runs: The number of runs compared.
+        steps: The number of measured steps per run.
     """
 
     rule: str
@@ -181,12 +183,12 @@ class ScalingDocument(_Part):
 
 
 def document_start(*, commit: str | None) -> dict[str, Any]:
-    """Returns the fields that describe this machine and this version. They stay when a sweep is resumed."""
+    """Returns the document's fields that describe this machine and this version. Resuming a sweep keeps them."""
     return document_head(SCHEMA, commit=commit)
 
 
 def read_scaling_document(path: Path, *, option: str = "") -> ScalingDocument:
-    """Reads a document. `option` is the option that named it, for the message. Raises UsageError if it is not valid."""
+    """Reads a document. Raises UsageError if it is not valid; the message then names `option`, which gave the path."""
     named = f"{option} {path}".strip()
     try:
         return ScalingDocument.model_validate_json(path.read_text(encoding="utf-8"))
@@ -215,7 +217,7 @@ LEAST_REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """A planned start of the ranks. `round` and `place` are counted from 0."""
+    """A planned start of the ranks. `round` and `place`, the index within the round, are counted from 0."""
 
     round: int
     place: int
@@ -223,7 +225,7 @@ class PlannedRun:
 
 
 def ranks_of_nodes(nodes: Sequence[int], *, ranks_per_node: int | None) -> list[int]:
-    """Returns the numbers of ranks on these numbers of nodes. Raises UsageError without `ranks_per_node`."""
+    """Returns the number of ranks for each number of nodes. Raises UsageError if `ranks_per_node` is None."""
     if ranks_per_node is None:
         raise UsageError(
             "--nodes needs to know how many ranks a node has: give --ranks-per-node, or slurm.tasks_per_node in "
@@ -266,9 +268,9 @@ def sweep_cells(settings: SweepSettings, *, batch: int) -> list[StepCell]:
 
 
 def plan_runs(settings: SweepSettings, *, batch: int) -> list[PlannedRun]:
-    """Returns all runs in their order: every size once per round, shuffled by the seed.
+    """Returns all runs in their order: every size once per round, in a random order that depends on the seed.
 
-    More repeats only add rounds, so that the order of earlier rounds stays.
+    More repeats only add rounds; the order of earlier rounds stays the same.
     """
     cells = sweep_cells(settings, batch=batch)
     order = order_of_runs(cells, repeats=settings.repeats, seed=settings.seed)
@@ -312,8 +314,8 @@ def check_same_sweep(
         differs.append(f"--repeats {settings.repeats} is less than was measured")
     if differs:
         raise UsageError(
-            f"--resume: the options differ from those of the runs so far ({'; '.join(differs)}), which would not "
-            "belong together. Give the same options, or another --json to start a new sweep"
+            f"--resume: the options differ from those of the runs so far ({'; '.join(differs)}), so that further runs "
+            "could not be compared with these. Give the same options, or another --json to start a new sweep"
         )
 
 

@@ -35,10 +35,10 @@ from hpctrain.run import Recipe, working_commit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRow:
-    """A row of the table. Spreads are over the runs, that of `step_s` over all measured steps of all runs.
+    """A row of the table. Each spread is over the runs, except `step_s`, which is over all measured steps of all runs.
 
     efficiency: samples/s per rank, divided by samples/s per rank with `baseline_ranks` ranks. exposed_s: seconds per
-    step in which a rank is blocked by communication, as the mean over steps and ranks.
+    step for which a rank is blocked by communication, as the mean over steps and ranks.
     """
 
     mode: ScalingKind
@@ -67,9 +67,9 @@ class StepRow:
 def measure_steps(recipe: Recipe, asked: StepAsked, *, how: HowToRun, scratch: Path) -> list[StepRun]:
     """Makes all runs, one after another, and prints a line to stderr for each.
 
-    scratch: a folder visible on all nodes, for the runs' directories, which are removed afterwards. Raises UsageError
-    before the first run if a configuration is impossible, LaunchError if `scratch` cannot be written, and the errors of
-    `run_once`.
+    scratch: a folder visible on all nodes. The runs' directories are made in it and removed afterwards. Raises
+    UsageError before the first run if a configuration is impossible, LaunchError if `scratch` cannot be written, and
+    the errors of `run_once`.
     """
     order = order_of_runs(
         cells_of(asked, batch=recipe.data.global_batch), repeats=asked.repeats, seed=asked.seed
@@ -105,7 +105,7 @@ def _describe(cell: StepCell) -> str:
 
 
 def rows_of_runs(asked: StepAsked, runs: Sequence[StepRun], *, batch: int) -> list[StepRow]:
-    """Returns a row per mode and number of ranks, from the runs of its cell. `batch` is the recipe's global batch."""
+    """Returns one row per mode and number of ranks. `batch` is the recipe's global batch."""
     by_cell: dict[StepCell, list[StepRun]] = {}
     for run in runs:
         by_cell.setdefault(run.cell, []).append(run)
@@ -136,7 +136,10 @@ def _median_rate(by_cell: Mapping[StepCell, Sequence[StepRun]], cell: StepCell) 
 
 
 def runs_as_json(runs: Sequence[StepRun]) -> list[dict[str, Any]]:
-    """Returns all runs in the order in which they were made, with the environment of the first run of each cell."""
+    """Returns all runs in the order in which they were made.
+
+    Only the first run of each configuration has its environment; it is None in the others.
+    """
     reported: set[StepCell] = set()
     found = []
     for run in runs:

@@ -37,7 +37,7 @@ class StepCell:
 class StepAsked:
     """The settings of the measurement. Raises UsageError for values out of range.
 
-    steps, warmup_steps: the steps per run; warm-up steps come first and are not counted.
+    steps: the number of measured steps per run. warmup_steps: the number of steps before them, which are not counted.
     """
 
     ranks: tuple[int, ...]
@@ -96,7 +96,7 @@ def cells_of(asked: StepAsked, *, batch: int) -> list[StepCell]:
 
 
 def order_of_runs(cells: Sequence[StepCell], *, repeats: int, seed: int) -> list[StepCell]:
-    """Returns every cell once per round, shuffled in each round, so that drift affects all cells alike."""
+    """Returns every configuration once per round, shuffled in each round, so that drift affects all of them alike."""
     generator = random.Random(seed)
     order: list[StepCell] = []
     for _ in range(repeats):
@@ -138,10 +138,10 @@ def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, th
 
 
 def threads_of_a_rank(most_ranks: int, *, machine: LocalMachine, ranks_per_node: int | None) -> int:
-    """Returns the threads per rank for all sizes: OMP_NUM_THREADS or SLURM_CPUS_PER_TASK, else cores per rank.
+    """Returns the number of threads per rank, the same for every number of ranks.
 
-    The cores per rank are those at the largest number of ranks, since one rank on all cores would not be a fair
-    baseline.
+    It is OMP_NUM_THREADS or SLURM_CPUS_PER_TASK; if neither is set, the number of cores per rank when `most_ranks`
+    ranks run, since one rank with threads on all cores would not be a fair baseline.
     """
     given = os.environ.get("OMP_NUM_THREADS") or os.environ.get("SLURM_CPUS_PER_TASK") or ""
     if given.isdigit() and int(given) > 0:
@@ -153,7 +153,8 @@ def threads_of_a_rank(most_ranks: int, *, machine: LocalMachine, ranks_per_node:
 def runs_folder(recipe: Recipe, *, shared: bool) -> Path:
     """Returns a folder for the runs' files.
 
-    It is the temporary folder or, if all nodes must see it (`shared`), the run directory's nearest existing parent.
+    This is the system's temporary folder. If all nodes must see the files (`shared`), it is the nearest existing
+    directory above the recipe's run directory, or that directory itself.
     """
     if not shared:
         return Path(tempfile.gettempdir())

@@ -23,12 +23,12 @@ _SERVERS, _SERVERS_WAIT_S = f"bench-{os.getpid()}", 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRun:
-    """The records of a run's measured steps, one entry per step.
+    """The records of a run's measured steps. Each tuple has one entry per step.
 
     Attributes:
-        step_s: The seconds on the slowest rank.
-        exposed_s: The mean over the ranks.
-        samples: The total of all ranks.
+        step_s: The seconds of the step on its slowest rank.
+        exposed_s: The seconds for which a rank was blocked by communication, as the mean over the ranks.
+        samples: The number of samples of all ranks.
     """
 
     cell: StepCell
@@ -58,7 +58,7 @@ class StepRun:
 class HowToRun:
     """The settings common to all runs of a measurement.
 
-    threads: the threads per rank. module_folder: a folder that is searched for the task.
+    threads: the number of threads per rank. module_folder: a folder that is searched for the task's module.
     """
 
     machine: LocalMachine
@@ -74,9 +74,9 @@ def run_once(
 ) -> StepRun:
     """Trains `warmup_steps + steps` steps in `directory`, which is always removed at the end.
 
-    While the ranks run, signals are handled as `run_launch` does: the first Ctrl-C lets the ranks end after their step,
-    a second one ends them at once. Then StoppedEarly is raised. If the run fails, the error class of its exit code is
-    raised, with its last lines of output.
+    While the ranks run, signals are handled as in `run_launch`: the first Ctrl-C lets the ranks end after their current
+    step, and a second one ends them at once. Then StoppedEarly is raised. If the run fails, the error class of its exit
+    code is raised; the message has the run's last lines of output.
     """
     directory.mkdir(parents=True)
     try:

@@ -1,6 +1,4 @@
-"""The command group `hpctrain bench`: allreduce, step, scaling, compare, export, predict, failures, data, checkpoint,
-nodes.
-"""
+"""The command group `hpctrain bench`, with its commands `allreduce`, `step` and `nodes`."""
 
 from __future__ import annotations
 

@@ -87,9 +87,9 @@ def predict_command(
     hpctrain bench predict --calibration pair.json --calibration runs/a --nodes 1..4096 --link 100gbit
     hpctrain bench predict --calibration pair.json --calibration runs/a --wire fp16 --bucket-mb 16 --plot curve.svg
 
-    The batch of each rank stays the same. efficiency: samples/s per rank, relative to one rank alone. binds:
-    the part of the step without which the step would be shortest, and by how much. 90 %: interval from the errors of
-    the fitted constants.
+    The batch of each rank stays the same. efficiency: samples/s per rank, relative to one rank alone. binds: the
+    resource that limits the step most, and the share of the step that would be saved without its limit. 90 %: interval
+    from the errors of the fitted constants.
     """
     from hpctrain.bench import check_plot, check_writable, write_document
     from hpctrain.scaling import (
@@ -191,7 +191,8 @@ def failures_command(
     hpctrain bench failures --nodes 512 --save-s 20
     hpctrain bench failures --nodes 4096 --intervals 5,15,60 --spares 0,8,32 --queue-hours 6
 
-    training: share of the time whose work is kept. lost: work since the last checkpoint, done again.
+    training: share of the time in which the work is kept. lost: share of the work since the last checkpoint before each
+    failure, which is done again.
     """
     from rich.table import Table
 

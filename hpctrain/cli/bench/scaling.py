@@ -329,7 +329,7 @@ def extrap_command(
 
 
 def _export_command(name: str, help: str) -> None:
-    """Adds the command that writes the sweep's file for a harness of this name."""
+    """Adds the command `hpctrain bench export NAME`, which writes a sweep as a file for the harness of this name."""
 
     def command(
         recipe: RecipePath,

@@ -152,10 +152,10 @@ def _folder_in(directory: Path, *, session: Session) -> Iterator[Path]:
     stops = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: hpctrain launch sends it for Ctrl-C
 
     def stop(number: int, frame: FrameType | None) -> None:
-        """Removes the folder, or waits until another rank has removed it.
+        """Removes the folder, or waits until another rank has removed it. Then ends this rank.
 
-        Any rank may have to remove it: all receive the signal, but a rank that waits inside MPI does not run this
-        handler, and the launcher kills the other ranks when one exits.
+        Any rank may have to remove the folder. All ranks receive the signal, but a rank that waits inside MPI does not
+        run this handler. A rank waits, since the launcher kills the other ranks when one exits.
         """
         for one in stops:
             signal.signal(one, signal.SIG_IGN)

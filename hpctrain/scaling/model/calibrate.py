@@ -1,4 +1,4 @@
-"""A calibrated model: constants with their standard errors, and what these errors make of a prediction."""
+"""A calibrated model: its constants with their standard errors, and the errors of predictions that follow from them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ INFINITE_RATE = 1e15
 class Timed:
     """A measured reduction of `num_bytes` of float32.
 
-    seconds: median over the repeats of the slowest rank's time. link_bytes_per_s: nominal rate of the nodes' links;
-    None if it is not known.
+    seconds: the slowest rank's time, as the median over the repeats. link_bytes_per_s: nominal rate of the nodes'
+    links; None if the rate is not known.
     """
 
     algorithm: str
@@ -70,7 +70,7 @@ class Fit:
 
 
 def timed_of(document: Mapping[str, Any]) -> list[Timed]:
-    """Returns the cells of a document of `hpctrain bench allreduce` for which the model has a formula.
+    """Returns the measurements in a document of `hpctrain bench allreduce` for which the model has a formula.
 
     Raises UsageError if the document cannot be used.
     """
@@ -100,7 +100,11 @@ def timed_of(document: Mapping[str, Any]) -> list[Timed]:
 
 
 def machine_of(values: Mapping[str, float], *, node: Node, link_bytes_per_s: float | None) -> Machine:
-    """Returns the machine with these constants and links of this nominal rate."""
+    """Returns the machine with the constants `values`.
+
+    node: the node without these constants. link_bytes_per_s: nominal rate of the links; None: links without a limit of
+    their rate.
+    """
     rate = INFINITE_RATE if link_bytes_per_s is None else link_bytes_per_s * values["link_share"]
     return Machine(
         network=Link(latency_s=values["latency_s"], bytes_per_s=rate, per_message_s=values["message_s"],
@@ -121,7 +125,8 @@ def fit_machine(measured: Sequence[Timed], *, node: Node, known: Mapping[str, fl
     """Fits all constants at once to the logarithms of the times, so that small and large sizes count alike.
 
     known: constants that were measured separately. Outliers count less (soft L1). A constant on which no measurement
-    depends keeps its value in `USUAL`, with a wide spread. Raises UsageError if nothing was measured on several ranks.
+    depends keeps its value in `USUAL`, with a large standard error. Raises UsageError if nothing was measured on
+    several ranks.
     """
     from scipy.optimize import least_squares
 
@@ -187,10 +192,10 @@ class MeasuredStep:
 
 
 def overlap_slowdown(measured: Sequence[MeasuredStep]) -> float:
-    """Returns the factor on computation, 1 to `MOST`, with which predicted steps are as long as the measured ones.
+    """Returns how many times slower computation must be for predicted steps to last as long as the measured ones.
 
-    With several steps, the geometric mean of predicted / measured is then 1. The factor is found by bisection, since a
-    step never becomes shorter by slower computation. Without steps it is 1.
+    The factor is between 1 and `MOST`. With several steps, it makes the geometric mean of predicted / measured equal to
+    1. It is found by bisection, since slower computation never makes a step shorter. Returns 1 if there are no steps.
     """
     low, high = 0.0, math.log(MOST)
     if not measured or _too_long(measured, 1.0):
@@ -223,9 +228,10 @@ Of = Callable[[Scenario, Layout], float]
 class ModelCalibration:
     """A model whose constants are fitted to measurements.
 
-    fit: constants of the machine. node: the node without these constants. scenario: what is predicted. run: the run
-    whose workload and settings are predicted. link_bytes_per_s: nominal rate of the links in the predictions.
-    compute_error: relative standard error of the computation's time. notes: what a reader of the predictions must know.
+    fit: constants of the machine. node: the node without these constants. scenario: the scenario that is predicted.
+    run: the records of the run from which the scenario's workload and settings come. link_bytes_per_s: nominal rate of
+    the links in the predictions. compute_error: relative standard error of the computation's time. notes: texts that a
+    reader needs to judge the predictions.
     """
 
     fit: Fit
@@ -240,7 +246,7 @@ class ModelCalibration:
         return replace(self, scenario=scenario)
 
     def shifted(self, logs: Mapping[str, float]) -> Scenario:
-        """Returns the scenario with some constants multiplied by exp(logs[name])."""
+        """Returns the scenario with each constant that is named in `logs` multiplied by exp(logs[name])."""
         values = {name: value * math.exp(logs.get(name, 0.0)) for name, value in self.fit.values.items()}
         machine = machine_of(values, node=self.node, link_bytes_per_s=self.link_bytes_per_s)
         workload = self.scenario.workload.with_slower_computation(math.exp(logs.get("compute", 0.0)))
@@ -259,8 +265,8 @@ class ModelCalibration:
 def relative_error(calibration: ModelCalibration, layout: Layout, *, of: Of | None = None) -> float:
     """Returns the relative standard error of a prediction.
 
-    of: function that returns the predicted value; by default the time of a step. The error is of first order in the
-    constants' errors, and includes the residual of the fit for the share of the step that waits for communication.
+    of: function that returns the predicted value; by default the time of a step. The errors of the constants are
+    propagated to first order. The residual of the fit is added for the share of the step that waits for communication.
     """
     value = of or (lambda scenario, at: step_seconds(scenario, at).step_s)
     names, covariance = calibration.errors
@@ -289,10 +295,10 @@ def calibrate_model(
 ) -> ModelCalibration:
     """Reads documents of `hpctrain bench allreduce --json` and run directories, and fits the model.
 
-    The run with the fewest ranks gives the workload. Other runs on one node with the same batch per rank tell how much
-    slower cores are if all are busy, and runs on several nodes how much slower computation is during reductions.
-    link_bytes_per_s: rate of the links in the predictions; None: that of the documents. cores_shared_by: number of
-    nodes that share the cores of one machine. Raises UsageError.
+    The workload is that of the run with the fewest ranks. From other runs on one node with the same batch per rank, the
+    model learns how much slower cores are if all are busy; from runs on several nodes, how much slower computation is
+    during reductions. link_bytes_per_s: rate of the links in the predictions; None: the rate in the documents.
+    cores_shared_by: number of nodes that share the cores of one machine. Raises UsageError.
     """
     documents = [json.loads(_read(path)) for path in sources if path.is_file()]
     runs = sorted((read_workload(path) for path in sources if path.is_dir()), key=lambda run: run.ranks)
@@ -338,7 +344,7 @@ def calibrate_model(
 def _overlap_slowdown(
     runs: Sequence[RunRecords], workload: Workload, *, fit: Fit, node: Node, rates: Sequence[float], notes: list[str]
 ) -> float:  # fmt: skip
-    """Returns `overlap_slowdown` of the runs, and adds to `notes` which of them cannot be used.
+    """Returns `overlap_slowdown` of the runs, and adds a note for each run that cannot be used.
 
     rates: nominal rates of the links of these runs.
     """
@@ -347,14 +353,15 @@ def _overlap_slowdown(
     for run in runs:
         if run.algorithm not in ALGORITHMS or share_of_float32(run.wire) is None or not run.overlap:
             notes.append(
-                f"the run on {run.nodes} nodes ({run.algorithm}, {run.wire}) is not used: name one algorithm that has "
-                "a formula (reduction.algorithm) whose reductions overlap with backward"
+                f"the run on {run.nodes} nodes ({run.algorithm}, {run.wire}) is not used: the model has no formula for "
+                "its algorithm or wire format, or its reductions do not overlap with backward. Train with another "
+                "reduction.algorithm or reduction.wire"
             )
             continue
         if run.samples != workload.samples:
             raise UsageError(
-                f"the runs to calibrate with have {workload.samples} and {run.samples} samples for each rank in a "
-                "step: give both the same"
+                f"the runs of --calibration have {workload.samples} and {run.samples} samples per rank and step: use "
+                "runs with the same number"
             )
         setup = Setup(algorithm=run.algorithm, wire=run.wire)
         measured.append(
@@ -368,7 +375,7 @@ def _overlap_slowdown(
 
 
 def calibration_record(calibration: ModelCalibration) -> dict[str, Any]:
-    """Returns constants, standard errors and workload as JSON."""
+    """Returns the constants, their standard errors and the workload as JSON."""
     workload, fit = calibration.scenario.workload, calibration.fit
     return {
         "constants": {

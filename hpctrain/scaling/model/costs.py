@@ -1,7 +1,7 @@
-"""Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure.
+"""Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure functions.
 
-In the formulas, n is the bytes of float32 gradients, and w the bytes sent per byte of these. There are N ranks on C
-nodes, R on each. A link has the latency a, b seconds per byte and o seconds per message.
+In the formulas, n is the bytes of float32 gradients, and w the bytes sent per byte of float32. There are N ranks on C
+nodes, R on each. A link has the latency a, and takes b seconds per byte and o seconds per message.
 
 Sources. Ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. Direct (all-to-all and all-gather of slices),
 and the library's choice between recursive doubling, and reduce-scatter with all-gather: Thakur, Rabenseifner and
@@ -33,8 +33,8 @@ class Cost:
     """Time of one reduction, and the resources that it uses.
 
     total_s: seconds from the moment at which the last rank has its bucket until all ranks have the sum. link_s: seconds
-    for which it occupies each direction of a node's link. cpu_s: processor time of each rank, for sums, conversions and
-    messages, in seconds. sent_bytes: bytes that leave each node.
+    for which the reduction occupies each direction of a node's link. cpu_s: processor time of each rank, for sums,
+    conversions and messages, in seconds. sent_bytes: bytes that leave each node.
     """
 
     total_s: float
@@ -44,7 +44,7 @@ class Cost:
 
     @property
     def occupied_s(self) -> float:
-        """Seconds for which this reduction occupies the resource, link or processor, that it needs longest."""
+        """The larger of `link_s` and `cpu_s`: seconds for which the reduction occupies its busiest resource."""
         return max(self.link_s, self.cpu_s)
 
 
@@ -55,9 +55,10 @@ NOTHING = Cost(total_s=0.0, link_s=0.0, cpu_s=0.0, sent_bytes=0.0)
 class ChunkCost:
     """Time and resources that one chunk of a bucket needs.
 
-    alone_s: seconds if no other chunk is in flight. link_s: seconds for which it occupies the node's link. cpu_s:
-    processor time of each rank. sent_bytes: bytes that leave each node. rounds: number of messages that wait for each
-    other. apart_s: the part of cpu_s before the first message and after the last one.
+    alone_s: seconds if no other chunk is in flight. link_s: seconds for which the chunk occupies the node's link.
+    cpu_s: processor time of each rank in seconds. sent_bytes: bytes that leave each node. rounds: number of messages
+    that are sent one after another, because each depends on the previous one. apart_s: the part of `cpu_s` before the
+    first message and after the last one.
     """
 
     alone_s: float
@@ -69,7 +70,10 @@ class ChunkCost:
 
 
 def actual_algorithm(algorithm: str, layout: Layout, *, wire: str) -> str:
-    """Returns the algorithm that runs where `algorithm` is asked for, as `hpctrain.reduce.choose_algorithm` says."""
+    """Returns the algorithm that runs if `algorithm` is asked for, as `hpctrain.reduce.choose_algorithm` decides.
+
+    Raises UsageError if there is no cost formula for `algorithm`.
+    """
     if algorithm not in ALGORITHMS:
         raise UsageError(
             f"there is no cost formula for the algorithm {algorithm!r}: choose among {', '.join(ALGORITHMS)}"
@@ -98,8 +102,8 @@ def _sent_as_bytes(wire: str) -> bool:
 def cost_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:
     """Returns the cost of reducing `num_bytes` of float32 gradients. Raises UsageError for an unknown name.
 
-    hpctrain's own algorithms work on chunks, up to `IN_FLIGHT` at once: the resource that is busiest limits, or the
-    time of a chunk alone if latency does.
+    hpctrain's own algorithms work on chunks, up to `IN_FLIGHT` at once. Their time is limited by the busiest resource
+    or, if latency dominates, by the time of a single chunk.
     """
     if layout.ranks == 1 or num_bytes <= 0:
         return NOTHING
@@ -128,9 +132,10 @@ def cost_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, mach
 
 
 def exchanges_at_once(algorithm: str, layout: Layout) -> int:
-    """Returns how many pairs of ranks send a chunk to each other through a node's link in an algorithm of the engine.
+    """Returns how many pairs of ranks send a chunk to each other through a node's link at once.
 
-    In a ring each rank sends to one rank and receives from another, unless there are only two.
+    algorithm: one of hpctrain's own algorithms. In a ring there are no such pairs unless it has two ranks, since each
+    rank sends to one rank and receives from another.
     """
     if layout.nodes == 1:
         return 0
@@ -142,7 +147,7 @@ def exchanges_at_once(algorithm: str, layout: Layout) -> int:
 
 
 def chunk_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> ChunkCost:
-    """Returns what a chunk of `num_bytes` needs in one of hpctrain's own algorithms."""
+    """Returns the time and resources that a chunk of `num_bytes` needs in one of hpctrain's own algorithms."""
     per_node, share = layout.ranks_per_node, wire_share(wire)
     if algorithm == "ring":
         return _ring_chunk(num_bytes, layout.ranks, share=share, layout=layout, machine=machine)
@@ -174,9 +179,10 @@ def chunk_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, mac
 def _direct_chunk(
     num_bytes: float, count: int, *, share: float, layout: Layout, machine: Machine
 ) -> ChunkCost:
-    """2 a + 2 (N - 1) o + 2 R (N - R)/N n w b; as many bytes to move, encode, add and decode.
+    """Returns the cost of a chunk that is summed by all-to-all and all-gather: 2 a + 2 (N - 1) o + 2 R (N - R)/N n w b.
 
-    The link begins with the first message that is ready, so of link and processor the slower one counts.
+    In addition, processors move, encode, add and decode the bytes. The link starts as soon as the first message is
+    ready, so that link and processor work at the same time, and the slower of the two counts.
     """
     per_node = layout.ranks_per_node
     slice_bytes, others = num_bytes / count, count - 1
@@ -198,11 +204,11 @@ def _direct_chunk(
 
 
 def _ring_chunk(num_bytes: float, count: int, *, share: float, layout: Layout, machine: Machine) -> ChunkCost:
-    """2 (N - 1) (a + o + n/N w b).
+    """Returns the cost of a chunk that is reduced in a ring: 2 (N - 1) (a + o + n/N w b).
 
-    Where neighbours are on other nodes at some hops only, a round takes as long as the busiest hop is occupied, or
-    the mean of the hops: a message that goes round the ring passes each of them once (the cycle mean of the max-plus
-    matrix, Baccelli et al. 1992, theorem 3.23).
+    If only some hops of the ring lead to another node, a round takes as long as the busiest hop is occupied, or as the
+    mean time of a hop, whichever is longer: a message that goes round the ring passes each hop once (the cycle mean of
+    the max-plus matrix, Baccelli et al. 1992, theorem 3.23).
     """
     slice_bytes, rounds = num_bytes / count, 2 * (count - 1)
     network, local = machine.network, machine.local
@@ -241,8 +247,9 @@ def _sums(slice_bytes: float, *, others: int, share: float, machine: Machine) ->
 def _library(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, machine: Machine) -> Cost:
     """Returns the cost of the backend's own all-reduce: the quicker of recursive doubling and Rabenseifner's algorithm.
 
-    MPI libraries switch between these (Open MPI 4.1, coll_tuned_decision_fixed.c: at 8 KiB from 4 ranks on). It blocks
-    and is not cut into chunks, so link, sums and latency add up. A rank polls while it waits, so its core is busy.
+    MPI libraries switch between these (Open MPI 4.1, coll_tuned_decision_fixed.c: at 8 KiB from 4 ranks on). The
+    all-reduce blocks and is not cut into chunks, so the times of link, sums and latency add up. A rank polls while it
+    waits, so that its core is busy.
     """
     if algorithm == "hierarchical-flat":
         return _in_levels(num_bytes, wire=wire, layout=layout, machine=machine)
@@ -261,7 +268,7 @@ def _quickest(num_bytes: float, *, share: float, layout: Layout, machine: Machin
 
 
 def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machine) -> ChunkCost:
-    """Returns the cost by NCCL's model of its ring: latencies of all steps, and bytes at the rate of the slower hop.
+    """Returns the cost by NCCL's own model of its ring: the latencies of all steps, and the bytes at the slower rate.
 
     Source: NCCL, src/graph/tuning.cc, ncclTopoTuneModel and ncclTopoGetAlgoTime.
     """
@@ -282,9 +289,9 @@ def _nccl_ring(num_bytes: float, *, share: float, layout: Layout, machine: Machi
 def _doubling(num_bytes: float, *, halves: bool, share: float, layout: Layout, machine: Machine) -> ChunkCost:
     """Returns the cost of recursive doubling, log2 N (a + n w b).
 
-    halves: of Rabenseifner's algorithm instead, 2 log2 N a + 2 (N - 1)/N n w b. Partners are at the distances 1, 2, 4,
-    ..., so the first log2 R exchanges stay within the node. A number of ranks that is not a power of two takes two more
-    rounds. While a link is busy, processors move the bytes: the slower one counts.
+    halves: if True, the cost of Rabenseifner's algorithm instead, 2 log2 N a + 2 (N - 1)/N n w b. Partners are at the
+    distances 1, 2, 4, ..., so the first log2 R exchanges stay within the node. A number of ranks that is not a power of
+    two takes two more rounds. While a link is busy, processors move the bytes; the slower of the two counts.
     """
     # Two ranks have no other partner, in whose exchange one of them could be late.
     pairs = layout.ranks_per_node if layout.ranks > 2 else 0
@@ -331,6 +338,6 @@ def _in_levels(num_bytes: float, *, wire: str, layout: Layout, machine: Machine)
 
 
 def _added_up(chunk: ChunkCost, *, polls: bool) -> Cost:
-    """Returns the cost of a reduction that is one chunk. polls: a rank that waits keeps its core busy."""
+    """Returns the cost of a reduction that is one chunk. polls: True if a rank that waits keeps its core busy."""
     cpu_s = chunk.alone_s if polls else chunk.cpu_s
     return Cost(total_s=chunk.alone_s, link_s=chunk.link_s, cpu_s=cpu_s, sent_bytes=chunk.sent_bytes)

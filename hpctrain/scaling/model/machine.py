@@ -1,4 +1,4 @@
-"""Speeds of a machine, from which costs are computed: links, nodes, wire formats. Pure."""
+"""Speeds of a machine, from which costs are computed: links, nodes, wire formats. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Link:
 
     latency_s: seconds from the end of sending an empty message to the end of receiving it; latencies of several
     messages overlap. bytes_per_s: rate of a large message. per_message_s: seconds for which a message occupies its
-    sender, in addition to those of its bytes; they add up over messages. sigma: standard deviation of the logarithm of
-    the rates of such links; the slowest of a layout's links counts. turns: fraction of the exchanges between two ranks
-    in which one direction is sent after the other instead of at the same time, see `exchange_factor`.
+    sender, in addition to the time of its bytes; these seconds add up over messages. sigma: standard deviation of the
+    logarithm of the rates of such links; a layout is limited by its slowest link. turns: fraction of the exchanges
+    between two ranks in which one direction is sent after the other instead of at the same time, see
+    `exchange_factor`.
     """
 
     latency_s: float
@@ -42,12 +43,13 @@ class Link:
             )
 
     def exchange_factor(self, pairs: int) -> float:
-        """Returns the time of exchanges with `pairs` partners at once, divided by that of the bytes of one direction.
+        """Returns the time of `pairs` exchanges at once, divided by the time of sending the bytes of one direction.
 
-        Where the confirmation that a message can be received waits in the same TCP connection behind the data that go
-        the other way, an exchange takes twice as long, unless both ranks begin within the latency. Several pairs share
-        a link: of m pairs, k have the direction out, with equal chances, and the busier direction counts, so 1 + E|2 k
-        - m| / m, which is 2 for one pair and 1 + sqrt(2 / (pi m)) for many.
+        In a fraction `turns` of the exchanges, the two directions follow each other: in a TCP connection, the
+        confirmation that a message can be received waits behind the data that go the other way. Such an exchange takes
+        twice as long, unless both ranks begin within the latency. If m such exchanges share a link, k of them send
+        outward at a time, each with probability 1/2, and the busier direction counts. They take 1 + E|2 k - m| / m
+        times as long, which is 2 for one exchange and 1 + sqrt(2 / (pi m)) for many.
         """
         if pairs < 1:
             return 1.0
@@ -62,14 +64,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node, all of whose ranks do the same work.
+    """A node. All its ranks do the same work.
 
-    cores: number of its cores. cores_shared_by: number of nodes that share these cores; 1 on a real cluster, more if
-    one machine emulates several nodes. threads: number of threads of a rank's computation. sum_bytes_per_s: bytes of
-    float32 that one rank adds to others per second. code_bytes_per_s: bytes of float32 that one rank encodes or decodes
-    per second. wire_bytes_per_s: encoded bytes that one core moves between a buffer and the network per second, both
-    directions counted. engine_message_s: processor seconds per message of hpctrain's own algorithms, in addition to the
-    link's `per_message_s`. engine_turns: `Link.turns` of hpctrain's own algorithms.
+    cores: number of cores of the node. cores_shared_by: number of nodes that share these cores; 1 on a real cluster,
+    more if one machine emulates several nodes. threads: number of threads of a rank's computation. sum_bytes_per_s:
+    bytes of float32 that one rank adds to other float32 values per second. code_bytes_per_s: bytes of float32 that one
+    rank encodes or decodes per second. wire_bytes_per_s: encoded bytes that one core moves between a buffer and the
+    network per second, both directions counted. engine_message_s: processor seconds per message of hpctrain's own
+    algorithms, in addition to the link's `per_message_s`. engine_turns: `Link.turns` of hpctrain's own algorithms.
     offloaded: True if communication takes no time of the cores that compute, as on GPUs.
     """
 
@@ -109,7 +111,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine of a prediction: its links and its nodes, which are all equal.
+    """The machine of a prediction: its links and its nodes. All nodes are equal.
 
     network: link of one node to all others. local: link between two ranks of a node.
     """
@@ -119,7 +121,7 @@ class Machine:
     node: Node
 
     def oversubscription(self, layout: Layout) -> float:
-        """Returns the factor by which work that all ranks do at once takes longer if they outnumber the cores."""
+        """Returns by which factor work of all ranks at once takes longer because there are more ranks than cores."""
         if self.node.offloaded:
             return 1.0
         return max(
@@ -136,7 +138,7 @@ class Machine:
         return replace(self, network=network, local=local)
 
     def oversubscribed(self, layout: Layout) -> Machine:
-        """Returns the machine as each rank sees it: the work of processors is slower by `oversubscription`."""
+        """Returns the machine as each rank sees it: work of processors takes `oversubscription` times as long."""
         factor, node = self.oversubscription(layout), self.node
         network, local = (
             replace(link, per_message_s=factor * link.per_message_s) for link in (self.network, self.local)
@@ -150,7 +152,7 @@ class Machine:
         )  # fmt: skip
 
     def exchanging(self, pairs: int) -> Machine:
-        """Returns the machine with the link rate that is left if `pairs` exchanges use a node's link at once."""
+        """Returns the machine with its link rate reduced as if `pairs` exchanges used a node's link at once."""
         return self.with_rate(self.network.bytes_per_s / self.network.exchange_factor(pairs))
 
     def with_rate(self, bytes_per_s: float) -> Machine:
@@ -166,9 +168,9 @@ def parse_rate(text: str) -> float:
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Parses `1,2,8` or `1..4096`, the powers of two in that range and its ends. Returns them ascending.
+    """Parses numbers of nodes such as `1,2,8` or `1..4096`. Returns them ascending.
 
-    Raises UsageError.
+    A range stands for its two ends and the powers of two between them. Raises UsageError for other texts.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -177,13 +179,15 @@ def parse_nodes(text: str) -> tuple[int, ...]:
             raise UsageError(f"--nodes {text!r}: write numbers as 1,2,8 or a range 1..4096")
         low, high = int(first), int(last) if dots else int(first)
         if not 1 <= low <= high:
-            raise UsageError(f"--nodes {text!r}: the range must start at 1 or above and end above its start")
+            raise UsageError(
+                f"--nodes {text!r}: a range must start at 1 or above, and end at its start or above"
+            )
         found |= {low, high} | {2**k for k in range(high.bit_length()) if low <= 2**k <= high}
     return tuple(sorted(found))
 
 
 def wire_share(wire: str) -> float:
-    """Returns the encoded bytes per byte of float32. Raises UsageError for wire formats whose size varies."""
+    """Returns the encoded bytes per byte of float32. Raises UsageError if the format's size depends on the values."""
     share = share_of_float32(wire)
     if share is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Predicts the time of a step and the efficiency for any layout, and names the resource that limits it. Pure."""
+"""Predicts the time of a step and the efficiency for any layout, and names the limiting resource. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ IN_FLIGHT = 4
 class Overlap:
     """Times of a step's reductions, in seconds.
 
-    end_s: end of the last reduction, after the start of backward. busy_s: time with at least one reduction in flight.
+    end_s: time from the start of backward to the end of the last reduction. busy_s: time during which at least one
+    reduction is in flight.
     """
 
     end_s: float
@@ -32,7 +33,7 @@ class Overlap:
 
 
 def reduce_during(ready_s: Sequence[float], costs: Sequence[Cost], *, in_flight: int = IN_FLIGHT) -> Overlap:
-    """Returns the times of the reductions of buckets that are reduced in this order.
+    """Returns the times of a step's reductions. The buckets are reduced in the given order.
 
     ready_s: when each bucket is complete, in seconds after the start of backward. costs: the cost of each reduction.
     """
@@ -58,11 +59,12 @@ def reduce_fused(
     fusion_bytes: float,
     cycle_s: float,
 ) -> Overlap:
-    """Returns the same as `reduce_during` for Horovod: each cycle of `cycle_s` joins all gradients that are ready, up
-    to `fusion_bytes`.
+    """Returns the times of a step's reductions with Horovod's Tensor Fusion.
 
-    One reduction runs at a time; a gradient above `fusion_bytes` is reduced alone.
-    Source: Horovod's Tensor Fusion, docs/tensor-fusion.rst.
+    At the end of each cycle of `cycle_s` seconds, the gradients that are ready are joined, up to `fusion_bytes`, and
+    reduced. One reduction runs at a time; a gradient above `fusion_bytes` is reduced alone. ready_s: when each gradient
+    is complete, in seconds after the start of backward. sizes: bytes of each gradient. cost: function that returns the
+    cost of reducing a number of bytes. Source: docs/tensor-fusion.rst of Horovod.
     """
     now = busy_s = 0.0
     place = 0
@@ -89,7 +91,7 @@ BINDS_FROM = 0.02  # a resource limits the step if the step would be shorter by 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Horovod's own fusion of gradients: every `cycle_s` seconds those that are ready are joined, up to `num_bytes`."""
+    """Horovod's own fusion: every `cycle_s` seconds it joins the gradients that are ready, up to `num_bytes`."""
 
     num_bytes: float
     cycle_s: float
@@ -139,8 +141,8 @@ class Scenario:
 class Step:
     """The predicted time of a step and its parts, in seconds.
 
-    compute_s: computation of the slowest rank, with all that shares its cores. exposed_s: wait of that rank for the
-    reduction. overlapped_s: time of the reduction that computation hides.
+    compute_s: computation of the slowest rank, as slowed down by other work on its cores. exposed_s: time for which
+    that rank waits for reductions. overlapped_s: time of reductions that run during computation.
     """
 
     step_s: float
@@ -202,11 +204,10 @@ def predicted_efficiency(scenario: Scenario, layout: Layout, step: Step) -> floa
 
 
 def binding(scenario: Scenario, layout: Layout) -> tuple[str, float]:
-    """Returns the resource that limits the step, and the share of the step that would be saved without its limit.
+    """Returns the resource that limits the step, and the share of the step that would be saved without this limit.
 
-    The resource is `computation`, with a share of 0, if no other one would save 2 %.
-
-    Each resource is made infinitely fast in turn, and the step is predicted again.
+    Each resource is made infinitely fast in turn, and the step is predicted again; the resource that saves most is
+    returned. If none would save at least 2 %, the result is `computation` with a share of 0.
     """
     before = step_seconds(scenario, layout).step_s
     saved = {

@@ -35,7 +35,8 @@ LOCAL_STEPS = 4
 class Advice:
     """A change that makes steps shorter.
 
-    gain: samples/s with the change / samples/s without it, minus 1. costs: its disadvantage, as text; empty if none.
+    gain: samples/s with the change / samples/s without it, minus 1. costs: the disadvantage of the change, as text; ""
+    if there is none.
     """
 
     change: str
@@ -44,7 +45,7 @@ class Advice:
 
 
 def advice(scenario: Scenario, layout: Layout) -> list[Advice]:
-    """Returns the changes that gain at least 1 %, best first."""
+    """Returns the changes that increase samples/s by at least 1 %, the best first."""
     before = _samples_per_s(scenario, layout)
     found = [
         Advice(change, _samples_per_s(changed, layout) / before - 1, costs)
@@ -111,8 +112,9 @@ MOST_ADVICE = 3
 class PredictedRow:
     """The prediction for one layout.
 
-    low_s, high_s: interval of the step's seconds at a confidence of 90 %. low, high: interval of the efficiency. binds:
-    the resource that limits the step. saved: share of the step that would be saved without that limit.
+    low_s, high_s: interval of the step's seconds at a confidence of 90 %. low, high: interval of the efficiency at the
+    same confidence. binds: the resource that limits the step. saved: share of the step that would be saved if that
+    resource were infinitely fast.
     """
 
     layout: Layout

@@ -1,4 +1,4 @@
-"""The work of one rank in a step, how it is read from a run's records, and how much longer the slowest rank takes."""
+"""The work of one rank in a step, as read from a run's records, and how much longer the slowest rank takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.telemetry import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class ReadyBucket:
-    """A bucket of float32 gradients. ready: fraction of backward after which it is complete, 0 to 1."""
+    """A bucket of float32 gradients. ready: fraction of backward after which the bucket is complete, 0 to 1."""
 
     num_bytes: float
     ready: float
@@ -29,11 +29,11 @@ class Workload:
 
     forward_s, backward_s: seconds of forward and backward for `samples` samples. update_s: seconds of the optimizer and
     of everything else after the reduction. buckets: the gradients, in the order of their reduction. input_bytes: bytes
-    that each rank reads per step. sigma: spread of a rank's time between steps, see `slowest_factor`. busy_slowdown:
-    time of computation if every core of the machine is busy, divided by that with one busy core. overlap_slowdown:
-    factor on the computation of several ranks while reductions overlap with it, measured on a pair of nodes. input_s:
-    seconds that a step waits for its batch even if no other rank reads. checkpoint_s: seconds by which saving lengthens
-    a step, as the mean over all steps.
+    that each rank reads per step. sigma: variation of a rank's time from step to step, see `slowest_factor`.
+    busy_slowdown: time of computation if every core of the machine is busy, divided by the time if one core is busy.
+    overlap_slowdown: factor by which computation takes longer while reductions overlap with it, measured on a pair of
+    nodes. input_s: seconds that a step waits for its batch even if no other rank reads. checkpoint_s: seconds by which
+    saving lengthens a step, as the mean over all steps.
     """
 
     forward_s: float
@@ -63,7 +63,7 @@ class Workload:
         return self.forward_s + self.backward_s + self.update_s
 
     def with_slower_computation(self, factor: float) -> Workload:
-        """Returns the workload with all computation longer by `factor`."""
+        """Returns the workload with `factor` times as much time for all computation."""
         return replace(
             self, forward_s=factor * self.forward_s, backward_s=factor * self.backward_s,
             update_s=factor * self.update_s,
@@ -80,7 +80,7 @@ class Workload:
     def with_bucket_bytes(self, bucket_bytes: float) -> Workload:
         """Returns the workload with its gradients in buckets of `bucket_bytes`.
 
-        The gradients within a present bucket are assumed to become ready evenly.
+        Within a bucket of this workload, gradients are assumed to become ready at a constant rate.
         """
         return replace(self, buckets=rebucketed(self.buckets, bucket_bytes=bucket_bytes))
 
@@ -119,7 +119,7 @@ MAD_TO_SIGMA = 1.4826
 
 
 def slowest_factor(sigma: float, count: int) -> float:
-    """Returns the expected largest of `count` lognormal factors, divided by the mean of one.
+    """Returns the expected largest of `count` lognormal factors, divided by the mean of one factor.
 
     sigma: standard deviation of the factors' logarithm. Raises UsageError if it is negative.
     """
@@ -132,9 +132,9 @@ def slowest_factor(sigma: float, count: int) -> float:
 
 
 def spread_of_times(seconds: Sequence[float]) -> float:
-    """Returns sigma of lognormal times, from the median absolute deviation of their logarithms; 0 for fewer than 3.
+    """Returns sigma of lognormal times, from the median absolute deviation of their logarithms.
 
-    Robust: a checkpoint or a pause in a few steps does not count as spread.
+    A checkpoint or a pause in a few steps does not change the result much. Returns 0 for fewer than 3 times.
     """
     if len(seconds) < 3:
         return 0.0
@@ -154,8 +154,9 @@ LEAST_STEPS = 10
 class RunRecords:
     """Settings and step times of a run, in seconds.
 
-    compute_s: computation by rank and step. step_s: median over the steps of the slowest rank's time. exposed_s,
-    input_s, checkpoint_s: means over ranks and steps. samples: median of the samples of a rank per step.
+    compute_s: computation, as compute_s[rank][step]. step_s: the slowest rank's time, as the median over the steps.
+    exposed_s, input_s, checkpoint_s: means over ranks and steps. samples: rank 0's number of samples per step, as the
+    median over the steps.
     """
 
     ranks: int
@@ -212,16 +213,17 @@ def read_workload(directory: Path) -> RunRecords:
 
 
 def workload_of(alone: RunRecords, *, busy: Sequence[RunRecords] = ()) -> Workload:
-    """Returns the workload of the run `alone`, which had one rank or, if there is none, few ranks with a core each.
+    """Returns the workload of the run `alone`.
 
-    busy: runs with the same batch per rank on all cores of one node. Raises UsageError if the batch per rank differs.
+    alone: a run on one rank or, if there is none, on few ranks, each with a core of its own. busy: runs with the same
+    batch per rank on all cores of one node. Raises UsageError if the batch per rank differs.
     """
     profile = alone.buckets
     others = [run for run in busy if run.samples != alone.samples]
     if others:
         raise UsageError(
-            f"the runs to calibrate with have {alone.samples} and {others[0].samples} samples for each rank in a step: "
-            "give both the same"
+            f"the runs of --calibration have {alone.samples} and {others[0].samples} samples per rank and step: use "
+            "runs with the same number"
         )
     backward_s, update_s = profile["backward_s"], profile["update_s"]
     ratios = [run.rank_compute_s / alone.rank_compute_s for run in busy]
@@ -242,6 +244,6 @@ def workload_of(alone: RunRecords, *, busy: Sequence[RunRecords] = ()) -> Worklo
 
 
 def _steps(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the steps after the warm-up, each once: of a repeated step, the later record."""
+    """Returns the records of the steps after the warm-up. Of a repeated step only the later record is returned."""
     by_number = {record["step"]: record for record in records if record["kind"] == "step"}
     return [by_number[number] for number in sorted(by_number)][WARMUP_STEPS:]

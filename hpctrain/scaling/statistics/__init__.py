@@ -1,1 +1,1 @@
-"""Statistics of measurements with few repeats: intervals, permutation tests, fits of scaling laws. Pure."""
+"""Statistics of measurements with few repeats: intervals, permutation tests, fits of scaling laws. Pure functions."""

@@ -43,12 +43,12 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PermutationTest:
-    """The result of a permutation test.
+    """The result of a permutation test. An arrangement is one way to assign the measured values to old and new.
 
     Attributes:
-        p: The p-value of each figure, adjusted for all of them.
+        p: The p-value of each figure, adjusted for the number of figures.
         arrangements: The number of arrangements evaluated, including the actual one.
-        exact: Whether these are all arrangements; otherwise they were drawn at random.
+        exact: True if all possible arrangements were evaluated; False if arrangements were drawn at random.
         least_p: The smallest possible p-value.
     """
 
@@ -64,8 +64,10 @@ class PermutationTest:
 def paired_decrease(differences: NDArray[np.float64], *, seed: int = 0) -> PermutationTest:
     """Tests whether the mean of each column is below zero by more than noise.
 
-    differences: shape (rounds, figures), the second value of a round minus the first. All 2^rounds signs are enumerated
-    up to `ALL_UP_TO`; beyond that `DRAWS` are drawn with `seed`. With five rounds no p-value is below 1/32.
+    differences: shape (rounds, figures), the second value of a round minus the first.
+
+    All 2^rounds combinations of signs are evaluated if there are at most `ALL_UP_TO` of them; otherwise `DRAWS`
+    combinations are drawn with `seed`. With five rounds no p-value is below 1/32.
     """
     rounds = len(differences)
     exact = 2**rounds <= ALL_UP_TO
@@ -86,9 +88,11 @@ def unpaired_decrease(
 ) -> PermutationTest:
     """Tests whether the mean of each column is lower in `second` than in `first` by more than noise.
 
-    first, second: shape (rounds, figures); the numbers of rounds may differ. All divisions of the rounds into two
-    groups are enumerated up to `ALL_UP_TO`; beyond that `DRAWS` are drawn with `seed`. No p-value is below 1/252 with
-    five rounds in each group, or below 1/20 with three.
+    first, second: shape (rounds, figures); the numbers of rounds may differ.
+
+    All divisions of the rounds into two groups are evaluated if there are at most `ALL_UP_TO` of them; otherwise
+    `DRAWS` divisions are drawn with `seed`. No p-value is below 1/252 with five rounds in each group, or below 1/20
+    with three.
     """
     values = np.concatenate([first, second])
     total, taken = len(values), len(second)
@@ -116,7 +120,8 @@ def unpaired_decrease(
 def _adjusted(statistic: NDArray[np.float64], *, exact: bool) -> PermutationTest:
     """Returns the test with p-values adjusted for the number of figures.
 
-    statistic: shape (arrangements, figures), the actual arrangement first. Large values mean lower in the second.
+    statistic: shape (arrangements, figures), the actual arrangement first. It is large if the values of the second
+    group are lower than those of the first.
     """
     largest = statistic.max(axis=1)
     actual = statistic[0]
@@ -136,18 +141,19 @@ POWER = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FigureComparison:
-    """The comparison of one figure, of which higher values are better.
+    """The comparison of one figure. Higher values of a figure are better.
 
-    `ALL_FIGURES` is the geometric mean of the others.
+    The figure named `ALL_FIGURES` is the geometric mean of all other figures.
 
     Attributes:
-        ratio: New / old with its interval.
+        ratio: The ratio new / old, with its interval.
         p_fell: The one-sided p-value of a decrease, adjusted for all figures.
         p_rose: The one-sided p-value of an increase, adjusted for all figures.
         noise: The relative standard deviation of one repeat.
         detectable: The relative decrease that a comparison with this noise and number of repeats finds in 95% of cases
             (normal theory, without the adjustment for several figures).
         fell: Whether the figure fell by more than its noise and by more than the threshold.
+        rose: Whether the figure rose by more than its noise and by more than the threshold.
     """
 
     name: str
@@ -168,7 +174,7 @@ class Comparison:
     """The comparison of two measurements.
 
     Attributes:
-        paired: Whether the rounds alternated.
+        paired: Whether the rounds of the two measurements alternated in time.
         exact: As in `PermutationTest`.
         arrangements: As in `PermutationTest`.
         least_p: As in `PermutationTest`.
@@ -200,16 +206,19 @@ def compare_rounds(
     level: float = LEVEL,
     seed: int = 0,
 ) -> Comparison:
-    """Compares the figures of two measurements, of which higher values are better.
+    """Compares the figures of two measurements. Higher values of a figure are better.
 
     Args:
-        old: The first measurement: the values of each round by figure, in the order of the rounds.
-        new: The second measurement, with the same figures and a value for every round of its own.
-        paired: Whether round r of both belong together.
+        old: The first measurement: for each figure, its values in the order of the rounds.
+        new: The second measurement, with the same figures. Unless `paired`, the number of rounds may differ.
+        paired: Whether round r of `old` and round r of `new` belong together.
         threshold: The relative decrease that is tolerated.
         alpha: The probability of a false alarm among all figures.
+        level: The confidence level of the intervals.
+        seed: The seed for drawing arrangements at random.
 
-    Raises ValueError if there are fewer than two rounds, figures differ, or a value is not positive.
+    Raises ValueError if there are fewer than two rounds, if the figures of `old` and `new` differ, if their rounds
+    cannot be paired, or if a value is not positive.
     """
     if not old or set(old) != set(new):
         raise ValueError("the two measurements have no common set of figures")

@@ -24,7 +24,7 @@ WEAK = "weak"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of a law: the start value of its fit, and the bounds within which it is meaningful."""
+    """A parameter of a law: the start value for the fit, and the bounds of meaningful values."""
 
     name: str
     start: float
@@ -38,11 +38,12 @@ class ScalingLaw:
 
     Attributes:
         formula: The law as text, where S(N) is the speedup over one rank.
-        parameters: The parameters besides the rate of one rank, which every fit has.
-        speedup: A function that returns S for numbers of ranks and the parameters in their order.
+        parameters: The parameters of the law. Every fit has the rate of one rank as a further parameter.
+        speedup: A function of an array of numbers of ranks and an array of parameter values, in the order of
+            `parameters`. Returns S for each number of ranks.
         modes: The kinds of scaling (`strong`, `weak`) for which the law is meant.
-        peak: A function that returns the number of ranks with the highest rate, from the parameters; None if the rate
-            grows for ever.
+        peak: A function that takes the parameter values by name, and returns the number of ranks with the highest
+            rate, or None if the rate grows without limit.
     """
 
     name: str
@@ -56,7 +57,7 @@ class ScalingLaw:
 def laws_of(mode: str) -> tuple[ScalingLaw, ...]:
     """Returns the laws for `strong` or `weak` scaling, those with fewer parameters first.
 
-    Another law, such as a model of the machine, is fitted by `fit_laws(..., laws=(*laws_of(mode), mine))`.
+    To fit another law, such as a model of the machine, call `fit_laws(..., laws=(*laws_of(mode), mine))`.
     """
     return tuple(law for law in _LAWS if mode in law.modes)
 
@@ -105,8 +106,8 @@ _MISFIT = 0.05
 class FittedParameter:
     """A parameter's value, its standard error, and its t interval, clipped to the parameter's bounds.
 
-    Error and interval are None if the parameter is on its bound, where the errors of least squares are invalid, or if
-    no degree of freedom is left.
+    Error and interval are None in two cases: the parameter is on its bound, where the errors of least squares are
+    invalid; or the fit has no degree of freedom.
     """
 
     name: str
@@ -124,16 +125,16 @@ class LawFit:
     Attributes:
         rate_1: The rate of one rank, in the unit of the rates.
         residual: The standard deviation of measured / fitted rates around 1, corrected for the degrees of freedom; None
-            if none are left.
+            if the fit has no degree of freedom.
         aicc: Akaike's criterion, corrected for few values; lower is better, and only differences count; None if there
             are too few values.
-        checked_by: The number of sizes beyond the number of parameters; if it is 0, the law passes through the means
-            whatever they are.
-        misfit_p: The probability of means this far from the law if the law holds (F test of the lack of fit against the
-            spread of repeats); None if it cannot be tested.
-        peak_ranks: The number of ranks with the highest rate; None if it grows for ever.
-        efficiency: The efficiency of each measured size by this law, relative to the smallest size.
-        predicted: The efficiency beyond the largest size, where nothing was measured.
+        checked_by: The number of measured sizes minus the number of fitted parameters, including the rate of one rank.
+            If it is 0, the law passes through any measured means, so that its fit proves nothing.
+        misfit_p: The probability that means are at least this far from the law, if the law holds (F test of the lack of
+            fit against the spread of repeats); None if this cannot be tested.
+        peak_ranks: The number of ranks with the highest rate; None if the rate grows without limit.
+        efficiency: The efficiency that the law gives for each measured number of ranks, relative to the smallest one.
+        predicted: The efficiency that the law gives for 2 and 4 times the largest measured number of ranks.
     """
 
     law: str
@@ -159,7 +160,8 @@ class LawFit:
 class FitChoice:
     """All fits, and the law to use.
 
-    chosen: None if there are too few sizes to prefer a law, or if they contradict all laws. why: the reason as text.
+    chosen: the name of the law; None if there are too few sizes to prefer a law, or if the measurements contradict all
+    laws. why: the reason as text.
     """
 
     fits: tuple[LawFit, ...]
@@ -180,9 +182,11 @@ def fit_laws(
     """Fits the laws to the rates of all repeats, and chooses one by AICc.
 
     Args:
-        rates: The samples/s of each repeat by number of ranks.
+        rates: For each number of ranks, the samples/s of every repeat.
         mode: `strong` or `weak`.
-        laws: The laws to fit; None: those of the mode. A law with more parameters than there are sizes is left out.
+        laws: The laws to fit; None: those of the mode. A law is left out if it has more parameters, including the rate
+            of one rank, than there are numbers of ranks.
+        level: The confidence level of the intervals.
 
     Raises ValueError if there is no rate.
     """
@@ -271,7 +275,7 @@ def _errors(
 
 
 def _aicc(squares: float, *, count: int, num_parameters: int) -> float | None:
-    """Returns AICc, in which the variance counts as a parameter too; None if there are too few values.
+    """Returns AICc, in which the variance also counts as a parameter; None if there are too few values.
 
     Source: Hurvich and Tsai 1989, doi:10.1093/biomet/76.2.297.
     """
@@ -298,8 +302,9 @@ def _misfit(
 
 
 def _choose(fits: tuple[LawFit, ...], *, num_sizes: int) -> FitChoice:
-    """Returns the law with the lowest AICc among those with fewer parameters than sizes, unless the means contradict
-    it.
+    """Chooses the law with the lowest AICc among those with fewer parameters than sizes.
+
+    Chooses no law if the means contradict that law.
     """
     known = [fit for fit in fits if fit.aicc is not None and fit.checked_by >= 1]
     if not known:

@@ -1,8 +1,8 @@
 """Ratios of measured rates, with confidence intervals that are valid for few repeats.
 
-Rates are compared by their logarithms. Noise multiplies a rate, so that logarithms are closer to a normal distribution,
-and a ratio and its inverse have the same interval. The intervals are Student's t. Nothing is resampled, since a
-bootstrap of three repeats can only return mixtures of these three.
+Rates are compared by their logarithms. Noise multiplies a rate, so that logarithms are closer to a normal distribution;
+and the interval of an inverse ratio is the inverse of the ratio's interval. The intervals are Student's t intervals.
+The bootstrap is not used, since resampling three repeats can only return mixtures of these three.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class RatioEstimate:
     """A ratio with its two-sided confidence interval, dimensionless.
 
     Attributes:
-        value: The geometric mean.
+        value: The geometric mean of the ratios.
         low: The lower bound at confidence `level`; None if there are too few repeats.
         high: The upper bound at confidence `level`; None if there are too few repeats.
-        count: The number of repeats; if they are not paired, of the smaller group.
+        count: The number of repeats; if not paired, the number of repeats in the smaller group.
         paired: Whether numerator and denominator were measured in the same rounds.
         least: The smallest ratio of a round; None if not paired.
         greatest: The largest ratio of a round; None if not paired.
-        range_level: The confidence with which these two enclose the median ratio, exact for every distribution: 1 -
-            2^(1 - count).
+        range_level: The confidence with which `least` and `greatest` enclose the median ratio: 1 - 2^(1 - count),
+            exact for every distribution; None if not paired.
     """
 
     value: float
@@ -62,10 +62,10 @@ class RatioEstimate:
 def paired_ratio(
     numerators: Sequence[float], denominators: Sequence[float], *, level: float = LEVEL
 ) -> RatioEstimate:
-    """Returns the mean ratio of values measured in the same rounds: element r of both is from round r.
+    """Returns the mean ratio of values measured in the same rounds. Element r of both sequences is from round r.
 
-    Influences on a whole round (another user's job, a warm machine) cancel. The interval is Student's t of the
-    logarithms of the ratios. Raises ValueError if the lengths differ or a value is not positive.
+    Influences on a whole round (another user's job, a warm machine) cancel. The interval is Student's t interval of
+    the logarithms of the ratios. Raises ValueError if the lengths differ or a value is not positive.
     """
     logs = [_log(a) - _log(b) for a, b in zip(numerators, denominators, strict=True)]
     if not logs:
@@ -91,8 +91,8 @@ def unpaired_ratio(
 ) -> RatioEstimate:
     """Returns the ratio of two groups of values that were not measured in the same rounds.
 
-    The interval is Welch's t of the logarithms (Welch 1947, doi:10.1093/biomet/34.1-2.28): the groups' variances may
-    differ. Raises ValueError if a group is empty or a value is not positive.
+    The interval is Welch's t interval of the logarithms (Welch 1947, doi:10.1093/biomet/34.1-2.28), for which the
+    variances of the groups may differ. Raises ValueError if a group is empty or a value is not positive.
     """
     top, bottom = [_log(a) for a in numerators], [_log(b) for b in denominators]
     if not top or not bottom:
@@ -111,9 +111,9 @@ def unpaired_ratio(
 
 
 def welch_error(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the standard error of the difference of two means, and its degrees of freedom.
+    """Returns the standard error of the difference of two means, and the degrees of freedom of this error.
 
-    None if a group has fewer than two values.
+    Returns None if a group has fewer than two values.
     """
     if len(first) < 2 or len(second) < 2:
         return None
@@ -127,7 +127,10 @@ def welch_error(first: Sequence[float], second: Sequence[float]) -> tuple[float,
 
 
 def quantile_of_t(level: float, freedom: float) -> float:
-    """Returns t such that Student's distribution is within -t to t with probability `level`."""
+    """Returns the t for which a value of Student's t distribution is between -t and t with probability `level`.
+
+    freedom: the degrees of freedom of the distribution.
+    """
     return float(stdtrit(freedom, 0.5 + level / 2))
 
 

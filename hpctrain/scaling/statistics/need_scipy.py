@@ -8,7 +8,7 @@ from hpctrain.errors import UsageError
 
 
 def check_scipy() -> None:
-    """Raises UsageError if scipy is not installed. Call it before importing what needs scipy."""
+    """Raises UsageError if scipy is not installed. Call it before importing modules that need scipy."""
     if importlib.util.find_spec("scipy") is None:
         raise UsageError(
             "intervals and fits need scipy, which is not installed: pip install 'hpctrain[scaling]'"

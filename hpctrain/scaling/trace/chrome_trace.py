@@ -19,9 +19,9 @@ from hpctrain.telemetry import read_records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """A named interval. `begin_s` and `end_s` are in seconds since 1970 by rank 0's clock.
+    """A named time interval in a step. `begin_s` and `end_s` are in seconds since 1970, by rank 0's clock.
 
-    bucket: the bucket whose reduction it is; None: a span of the main thread.
+    bucket: index of the bucket that is reduced in this interval; None for a span of the main thread.
     """
 
     step: int
@@ -33,7 +33,10 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """The spans of one rank in one range of steps. `error_s` is the largest error of its clock relative to rank 0's."""
+    """The spans of one rank in one range of steps.
+
+    error_s: largest error in seconds of the conversion of this rank's clock to rank 0's clock.
+    """
 
     rank: int
     node: str
@@ -108,8 +111,8 @@ def chrome_trace(
     """Returns one trace with a process per rank. A process has a row for its main thread and one per bucket in flight.
 
     Times are in microseconds since the first span; there must be at least one span. horovod: events of Horovod's
-    timeline, with times in microseconds since 1970. Those between the first and the last span, with a margin on both
-    sides, are added.
+    timeline, with times in microseconds since 1970. Of these, the trace has the events between the first and the last
+    span, and those up to `until_margin_s` before and after.
     """
     spans = [span for trace in traces for span in trace.spans]
     zero_s = min(span.begin_s for span in spans)
@@ -176,8 +179,8 @@ def read_horovod_timeline(path: Path) -> list[dict[str, Any]]:
     """Returns the events of Horovod's timeline, with `ts` in microseconds since 1970.
 
     The clock is that of rank 0's node, where the file was written. The end of the file may be missing. Raises
-    UsageError if it cannot be read or does not contain its start time (Horovod before 0.21). Source of the format:
-    horovod/common/timeline.cc of Horovod 0.28.1.
+    UsageError if the file cannot be read or does not contain its start time (Horovod before 0.21). Source of the
+    format: horovod/common/timeline.cc of Horovod 0.28.1.
     """
     try:
         events = _events(path.read_text(encoding="utf-8"))

@@ -1,7 +1,8 @@
 """Measures the offsets between the nodes' monotonic clocks with messages that travel there and back.
 
-Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989. The other clock was read
-halfway through a round trip, with an error of at most half of it; the shortest of several trips has the smallest error.
+Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989. The other clock is assumed to
+be read halfway through a round trip; the error is at most half the duration of the trip. Of several trips, the shortest
+one has the smallest error.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ _WHAT = "a message that compares the clocks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """The offset of rank 0's clock: at `clock_s` of this rank's `time.perf_counter` it was `offset_s` ahead.
+    """The offset of rank 0's clock from this rank's clock; both clocks are `time.perf_counter`.
 
-    error_s: the largest error of the offset.
+    When this rank's clock was at `clock_s`, rank 0's clock was at `clock_s + offset_s`. error_s: the largest possible
+    error of the offset.
     """
 
     clock_s: float
@@ -33,9 +35,9 @@ class ClockOffset:
 def measure_clock_offset(world: World, topology: Topology) -> ClockOffset:
     """Compares this rank's clock with rank 0's. Collective.
 
-    The ranks of a node share its clock (`CLOCK_MONOTONIC` on Linux). The first rank of each node compares it with rank
-    0, one after another, and all ranks of the node use the result. The offset is exactly 0 on one node, and with a
-    backend without messages.
+    The ranks of a node share one clock (`CLOCK_MONOTONIC` on Linux). The first ranks of the nodes, one after another,
+    compare this clock with rank 0's, and all ranks of a node use the result. The offset is exactly 0 if there is only
+    one node, or if the backend has no point-to-point messages.
     """
     here = ClockOffset(clock_s=time.perf_counter(), offset_s=0.0, error_s=0.0)
     if topology.num_nodes == 1 or (transport := world.transport(topology)) is None:

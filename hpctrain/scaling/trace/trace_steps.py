@@ -1,4 +1,4 @@
-"""Parses which steps are traced, as in the recipe's `telemetry.trace_steps`. Pure."""
+"""Parses the recipe's key `telemetry.trace_steps`, which says which steps are traced."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ TRACE_FOLDER = "trace"  # in the run directory
 
 
 def parse_trace_steps(text: str) -> tuple[range, ...]:
-    """Returns the ranges of steps in a text such as `100-105,2000`. They ascend, with a gap between two ranges.
+    """Returns the ranges of steps in a text such as `100-105,2000`.
 
-    Raises ValueError for any other text.
+    The ranges must ascend, with at least one step between two ranges. Raises ValueError for any other text.
     """
     found: list[range] = []
     for part in text.split(","):
@@ -20,7 +20,8 @@ def parse_trace_steps(text: str) -> tuple[range, ...]:
         steps = range(int(begin), int(end or begin) + 1)
         if not steps or steps.start < 1 or (found and steps.start <= found[-1].stop):
             raise ValueError(
-                f"{part.strip()!r} in {text!r}: count steps from 1, and give ascending ranges with a gap between two"
+                f"{part.strip()!r} in {text!r}: steps count from 1, and ranges must ascend, with at least one step "
+                "between two ranges"
             )
         found.append(steps)
     return tuple(found)

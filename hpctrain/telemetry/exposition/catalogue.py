@@ -23,8 +23,8 @@ class MetricType(enum.Enum):
 class Scope(enum.Enum):
     """The processes that expose a metric.
 
-    RUN: rank 0 only, since the metric describes the whole run. RANK: the first rank of each node, if it records its
-    steps; the label `rank` is its number.
+    RUN: rank 0 only, since the metric describes the whole run. RANK: the first rank of each node, if this rank records
+    its steps; the label `rank` is the number of that rank.
     """
 
     RUN = "run"
@@ -36,8 +36,8 @@ class Metric:
     """One metric.
 
     Attributes:
-        labels: Its labels besides `rank`, which all metrics of `Scope.RANK` have.
-        serves: The purposes, of M1 to M15, that it serves.
+        labels: The labels of the metric besides `rank`, which all metrics of `Scope.RANK` have.
+        serves: The purposes of the metric, from the list M1 to M15 in docs/guides/metrics-out.md.
         buckets: The upper bounds of a histogram's buckets, ascending, without infinity.
     """
 

@@ -22,9 +22,12 @@ class OtlpSink:
     """Sends all metrics of this process to `endpoint` every `every_s` seconds, on its own thread.
 
     endpoint: a URL such as `http://127.0.0.1:4318`, without `/v1/metrics`. OTEL_EXPORTER_OTLP_HEADERS and the other
-    variables of OpenTelemetry's exporter apply, so that keys need not be in a recipe. resource: attributes of this
-    process. If the collector does not accept the metrics, there is one warning. Nothing is lost meanwhile, since
-    counters are sums since the start of the process. Raises ImportError if OpenTelemetry's packages are not installed.
+    environment variables of OpenTelemetry's exporter apply, so that secret keys need not be in a recipe. resource:
+    attributes of this process.
+
+    If the collector does not accept the metrics, one warning is printed. No count is lost until it accepts them again,
+    since counters are sums since the start of the process. Raises ImportError if OpenTelemetry's packages are not
+    installed.
     """
 
     name = "OpenTelemetry export"
@@ -103,8 +106,8 @@ class _Log(logging.Handler):
 def metrics_data(metrics: RunMetrics, *, resource: Any, started_ns: int) -> Any:
     """Returns the metrics that have values as OpenTelemetry's `MetricsData`.
 
-    Names are those of the catalogue without `_total`, which Prometheus appends again. resource: OpenTelemetry's
-    `Resource`.
+    The names are those of the catalogue, without the ending `_total`, which Prometheus appends again. resource:
+    OpenTelemetry's `Resource`.
     """
     from opentelemetry.sdk.metrics import export
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope

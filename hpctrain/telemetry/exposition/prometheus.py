@@ -29,7 +29,7 @@ def missing_prometheus_client() -> str | None:
 class PrometheusEndpoint:
     """A sink that exposes `metrics` at `http://address:port/metrics`, from its own threads.
 
-    port: 0 chooses a free port. Raises OSError if the port is in use or the address is not of this machine.
+    port: 0 chooses a free port. Raises OSError if the port is in use, or if `address` is not one of this machine.
     """
 
     name = "Prometheus endpoint"
@@ -150,10 +150,10 @@ def _family(metric: Metric, series: Sequence[Series], *, labels: Mapping[str, st
 
 @final
 class TargetsFile:
-    """A sink that ignores all records and keeps a file of targets for Prometheus while the run lasts. For rank 0.
+    """A sink that ignores all records, and keeps a file of targets for Prometheus while the run lasts.
 
-    targets: `host:port` of each endpoint. labels: the labels of every target. Raises OSError if the file cannot be
-    written.
+    Only rank 0 needs this sink. targets: `host:port` of each endpoint. labels: the labels of every target. Raises
+    OSError if the file cannot be written.
     """
 
     name = "file with Prometheus' targets"

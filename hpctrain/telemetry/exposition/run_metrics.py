@@ -35,9 +35,9 @@ class Series:
     """One series of a metric.
 
     Attributes:
-        labels: Its label values, in the order of `Metric.all_labels`.
-        value: The value; for a histogram the sum of the observations.
-        counts: A histogram's number of observations per bucket; the last bucket is above all bounds.
+        labels: The label values of the series, in the order of `Metric.all_labels`.
+        value: The value; for a histogram, the sum of the observations.
+        counts: For a histogram, the number of observations in each bucket; the last bucket is above all bounds.
     """
 
     labels: tuple[str, ...]
@@ -67,7 +67,7 @@ class RunMetrics:
     Args:
         rank: The rank of this process; metrics of the whole run are exposed on rank 0 only.
         given: Values that are known before training.
-        probes: Functions that read a value when it is requested, by name of the metric.
+        probes: Functions by the name of a metric. Each returns the value of its metric when that value is requested.
     """
 
     def __init__(
@@ -255,8 +255,8 @@ _ABSENT_AT_FIRST = frozenset({"hpctrain_device_compute_seconds_total"})
 
 
 def stop_reason(text: str) -> str:
-    """Returns the label for a stop.
+    """Returns the label `signal` or `time_limit` for a stop.
 
-    `text` is the field `reason` of a record `stopped`: names of signals, or a limit.
+    text: the field `reason` of a record `stopped`, which has the names of signals or names a limit.
     """
     return "signal" if text.startswith("SIG") else "time_limit"
