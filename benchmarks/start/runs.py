@@ -358,10 +358,14 @@ def memory(place: Workplace, *, kind: str, num_ranks: int, steps: int) -> Memory
 
 
 def _read_memory(launcher: int, *, ranks: set[int]) -> Memory:
-    """Returns the memory of a launcher's descendants that are ranks, clients or servers."""
+    """Returns the memory of the ranks, of their servers, and of the clients that a launcher has started."""
     pss: dict[str, int] = {}
     numbers: dict[str, int] = {}
-    for process in psutil.Process(launcher).children(recursive=True):
+    # Forked ranks, and the server that has forked them, are no descendants of the launcher.
+    forked = [psutil.Process(rank) for rank in ranks]
+    servers = [parent for rank in forked if (parent := rank.parent()) is not None]
+    every = {*psutil.Process(launcher).children(recursive=True), *forked, *servers}
+    for process in every:
         words = process.cmdline() or [""]
         if process.pid in ranks:
             role = RANKS
