@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import results_file
-from benchmarks.step.horovod_loop import parameter_groups
+from benchmarks.step.peer_loop import parameter_groups
 from benchmarks.step.runs import (
     Found,
     StepRecords,
@@ -204,7 +204,7 @@ def test_ranks_are_started_as_a_user_would(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_the_peers_of_two_ranks_are_started_by_mpirun_and_set_what_horovods_users_set() -> None:
     for cell in CELLS.values():
         for variant in [default_of(cell), *candidates(cell), *companions(cell)]:
-            assert variant.by_mpirun == (variant.peer and cell.num_ranks == 2)
+            assert variant.by_mpirun == (bool(variant.loop) and cell.num_ranks == 2)
             set_by_user = {name for name, _ in variant.environment}
             assert set_by_user <= {"OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle"}
             assert bool(set_by_user) == (variant.by_mpirun or variant.name == ONE_THREAD)
