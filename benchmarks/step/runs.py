@@ -154,11 +154,12 @@ class Run:
     @property
     def command(self) -> list[str]:
         """Command line of each rank."""
-        recipe = f"examples/{self._recipe}.toml"
-        if self.variant.peer:
-            alone = ["--alone"] if self.variant.alone else []
-            return [sys.executable, "-m", "benchmarks.step.horovod_loop", recipe, self._name, *alone]
-        length = "run.epochs=1000000" if self._recipe == "digits" else "run.steps=1000000"
+        recipe = RECIPES[self._recipe]
+        if self.variant.loop:
+            best = ["--best"] if self.variant.best else []
+            words = [recipe, self._name, self.variant.loop, *best]
+            return [sys.executable, "-m", "benchmarks.step.peer_loop", *words]
+        length = "run.steps=1000000" if self._recipe == "characters" else "run.epochs=1000000"
         # A turn is controlled by the step records, so each must be written at once.
         fixed = [length, f"run.directory={self._name}", "telemetry.write_every_s=0"]
         words = [word for override in (*fixed, *self.variant.overrides) for word in ("--set", override)]
@@ -190,7 +191,7 @@ class Run:
             )
         finally:
             self._training.stop()
-        if self.variant.alone:
+        if self.variant.loop == "alone":
             return samples_per_s_apart(
                 self._ranks, firsts=firsts, lasts=[rank.read() for rank in self._ranks]
             )
@@ -230,7 +231,13 @@ class Run:
 
 # ---------------------------------------------------------------------- cells
 
+RECIPES = {
+    "digits": "examples/digits.toml",
+    "characters": "examples/characters.toml",
+    "convolutions": str(REPOSITORY / "benchmarks/step/convolutions.toml"),
+}
 PACKING = {
+    "convolutions": ["digits", "data/digits"],
     "digits": ["digits", "data/digits"],
     "characters": ["python-source", "data/python-source", "--window", "128"],
 }

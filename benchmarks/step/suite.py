@@ -31,6 +31,8 @@ from benchmarks.step.variants import (
     ONE_RANK,
     ONE_THREAD,
     PEER,
+    PEERS_AS_THEY_COME,
+    PEERS_AT_THEIR_BEST,
     YIELDING_PEER,
     Cell,
     finalists,
@@ -43,7 +45,9 @@ DEFAULT_BAR = 0.97
 HOROVOD_BAR = 0.95
 FLAT_BAR = 0.95
 SCALING_BAR = 1.7
-LIMIT_BAR = 0.9
+LIMIT_BAR = 0.92
+BEST_PEER_BAR = 1.1
+PEER_BAR = 1.3
 
 
 class NotMeasured(ValueError):
@@ -81,6 +85,8 @@ def records_of(cell: Cell, found: Found) -> list[Record]:
     of_several = (
         ("horovod", f"our sums, {over_horovod} / {over_mpi}", HOROVOD_BAR, over_horovod, [over_mpi]),
         ("flat", f"{FLAT} / the better {PEER}", FLAT_BAR, FLAT, [PEER, YIELDING_PEER]),
+        ("best-peer", "the default / the best peer at its best", BEST_PEER_BAR, DEFAULT, PEERS_AT_THEIR_BEST),
+        ("peer", "the default / the best peer as it comes", PEER_BAR, DEFAULT, PEERS_AS_THEY_COME),
     )
     of_two = (
         ("scaling", "the default / one rank with one thread", SCALING_BAR, DEFAULT, [ONE_THREAD]),

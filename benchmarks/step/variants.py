@@ -21,6 +21,12 @@ DEFAULT = "default"
 FLAT = "horovod/flat, no saves"
 PEER = "hvd.DistributedOptimizer"
 YIELDING_PEER = "hvd.DistributedOptimizer, yielding"
+BEST_HOROVOD = "hvd.DistributedOptimizer, fused"
+BEST_YIELDING = "hvd.DistributedOptimizer, yielding, fused"
+DDP = "DDP on Gloo"
+BEST_DDP = "DDP on Gloo, fused, best settings"
+PEERS_AS_THEY_COME = (PEER, YIELDING_PEER, DDP)
+PEERS_AT_THEIR_BEST = (*PEERS_AS_THEY_COME, BEST_HOROVOD, BEST_YIELDING, BEST_DDP)
 ALONE = "2 ranks that never communicate"
 ONE_RANK = "1 rank"
 ONE_THREAD = "1 rank, 1 thread"
@@ -36,17 +42,18 @@ YIELD = ("OMPI_MCA_mpi_yield_when_idle", "1")
 class Variant:
     """A method of training.
 
-    overrides: of the recipe, as for `--set`. peer: whether it runs `horovod_loop.py` instead of `hpctrain train`.
-    alone: whether that loop runs without Horovod, each rank by itself on its share of every batch. by_mpirun: whether
-    mpirun starts it, as Horovod's users do, instead of `hpctrain launch`. environment: variables that the user sets.
-    calibrates: whether it measures the links at its start; then it is started again for each link rate.
+    overrides: of the recipe, as for `--set`. loop: the library with which `peer_loop.py` runs, "" for `hpctrain train`;
+    "alone": each rank by itself on its share of every batch. best: whether that loop has the fastest settings of its
+    library. by_mpirun: whether mpirun starts it, as Horovod's users do, instead of `hpctrain launch`. environment:
+    variables that the user sets. calibrates: whether it measures the links at its start; then it is started again for
+    each link rate.
     """
 
     name: str
     num_ranks: int
     overrides: tuple[str, ...] = ()
-    peer: bool = False
-    alone: bool = False
+    loop: str = ""
+    best: bool = False
     by_mpirun: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     calibrates: bool = False
@@ -78,7 +85,9 @@ class Cell:
 
 def _cells() -> dict[str, Cell]:
     made = []
-    for recipe, own, steps in (("digits", "hierarchical", 100), ("characters", "hierarchical", 50)):
+    for recipe, own, steps in (
+        ("digits", "hierarchical", 100), ("characters", "hierarchical", 50), ("convolutions", "auto", 50),
+    ):  # fmt: skip
         cell = Cell(name=f"{recipe}-1", recipe=recipe, num_ranks=1, own=own, steps=steps)
         made += [replace(cell, name=f"{recipe}-{ranks}", num_ranks=ranks) for ranks in (1, 2, 4)]
         made.append(replace(cell, name=f"{recipe}-4x{RANKS_PER_NODE}", num_ranks=8, rates=RATES))
@@ -113,8 +122,8 @@ def candidates(cell: Cell) -> list[Variant]:
 
 
 def companions(cell: Cell) -> list[Variant]:
-    """Returns the other variants that the cell's figures need: plain Horovod and hpctrain's `flat` over Horovod, both
-    without checkpoints, and one rank."""
+    """Returns the other variants that the cell's figures need: plain Horovod, DDP and hpctrain's `flat` over Horovod,
+    all without checkpoints, and one rank."""
     if cell.num_ranks == 1:
         return []
     ranks = cell.num_ranks
@@ -122,12 +131,28 @@ def companions(cell: Cell) -> list[Variant]:
     found = [Variant(name=FLAT, num_ranks=ranks, overrides=flat)]
     if ranks != 2:
         # With more ranks than cores, polling ranks would starve each other without these settings of `hpctrain launch`.
-        return [*found, Variant(name=PEER, num_ranks=ranks, peer=True)]
+        return [
+            *found,
+            Variant(name=PEER, num_ranks=ranks, loop="horovod"),
+            Variant(name=BEST_HOROVOD, num_ranks=ranks, loop="horovod", best=True),
+            Variant(name=DDP, num_ranks=ranks, loop="ddp"),
+            Variant(name=BEST_DDP, num_ranks=ranks, loop="ddp", best=True),
+        ]
+    plain, yielding = (THREADS,), (THREADS, YIELD)
     return [
         *found,
-        Variant(name=PEER, num_ranks=ranks, peer=True, by_mpirun=True, environment=(THREADS,)),
-        Variant(name=YIELDING_PEER, num_ranks=ranks, peer=True, by_mpirun=True, environment=(THREADS, YIELD)),
-        Variant(name=ALONE, num_ranks=2, peer=True, alone=True, by_mpirun=True, environment=(THREADS,)),
+        *(
+            Variant(name=name, num_ranks=ranks, loop=loop, best=best, by_mpirun=True, environment=environment)
+            for name, loop, best, environment in (
+                (PEER, "horovod", False, plain),
+                (YIELDING_PEER, "horovod", False, yielding),
+                (BEST_HOROVOD, "horovod", True, plain),
+                (BEST_YIELDING, "horovod", True, yielding),
+                (DDP, "ddp", False, plain),
+                (BEST_DDP, "ddp", True, plain),
+                (ALONE, "alone", True, plain),
+            )
+        ),
         Variant(name=ONE_RANK, num_ranks=1),
         Variant(name=ONE_THREAD, num_ranks=1, environment=(THREADS,)),
     ]

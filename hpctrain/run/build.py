@@ -346,7 +346,11 @@ def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn
             f"{recipe.task.target}.build_model raised {type(error).__name__}: {error}"
         ) from error
     _name_blocks(recipe, task, model)
-    return model.to(device=device, dtype=MODEL_DTYPE[recipe.run.precision])
+    model = model.to(device=device, dtype=MODEL_DTYPE[recipe.run.precision])
+    if recipe.run.channels_last:
+        # Only parameters of four dimensions are changed; what they are applied to, torch converts itself.
+        model = model.to(memory_format=torch.channels_last)
+    return model
 
 
 def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:

@@ -51,6 +51,11 @@ class RunSection(RecipeSection):
         description="`fp32`, `fp64`: dtype of the model. `bf16`, `fp16`: a float32 model, autocast around forward. "
         "Floating-point fields of a batch are passed to the task in the model's dtype.",
     )
+    channels_last: bool = Field(
+        False,
+        description="Keep the weights of convolutions in the memory order of torch.channels_last (NHWC), in which "
+        "they are often faster. The results differ by rounding; checkpoints load either way.",
+    )
     device: str = Field(
         "auto",
         pattern=rf"^({DEVICE_NAMES})$",
