@@ -225,9 +225,8 @@ class Session:
                 Ignored for a `SplitModelUpdater`.
             compare_ranks: What `step` does when parameters or optimizer settings differ between ranks. "error" raises
                 RanksDiffer, "note" prints one note, "off" does not compare.
-            fused: True to use PyTorch's fused kernels, which update each parameter in one pass over memory, in the
-                groups of an SGD, Adam, AdamW or Adagrad that say neither `fused` nor `foreach`, and that they fit. A
-                step differs from that without them by about one rounding per operation.
+            fused: Use PyTorch's fused kernels in groups of an SGD, Adam, AdamW or Adagrad that set neither `fused` nor
+                `foreach`. Parameters differ from those without it by rounding.
 
         Returns:
             The wrapped optimizer. It is a `SplitModelUpdater` for sharded parameters, split layers and pipelines, and

@@ -63,10 +63,7 @@ class InputWatch(Protocol):
         """Returns a context in which the caller waits for something. `describe` returns in words for what."""
 
     def making(self, what: str) -> AbstractContextManager[None]:
-        """Returns a context in which this thread runs code that may hold Python's interpreter lock.
-
-        `what` describes in words what the code does.
-        """
+        """Returns a context in which this thread does `what`, in code that may hold Python's interpreter lock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +90,7 @@ class InProgress:
 
     @contextlib.contextmanager
     def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
-        """Returns a context in which this thread does for a batch what `text` says.
-
-        `reads` is True if the thread reads samples there.
-        """
+        """Returns a context in which this thread does for a batch what `text` says. reads: True if it reads samples."""
         thread = threading.get_ident()
         self._stages[thread] = _Stage(
             plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
@@ -521,10 +515,7 @@ class Loader:
         return self.batches_per_epoch
 
     def prefetch_bound(self) -> ByteBound[Batch]:
-        """Returns the limit on the memory of prefetched batches.
-
-        The size of transformed batches is unknown until one batch is made.
-        """
+        """Returns the limit on prefetched bytes. The size of transformed batches is unknown until one is made."""
         copies = 0 if self._transformer is None else self._transformer.input_copies
         return ByteBound(
             max_bytes=self.prefetch_bytes,

@@ -81,7 +81,9 @@ def _fits(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
         return False
     if any(isinstance(group[name], torch.Tensor) for name in ("lr", "weight_decay")):
         return False
-    return all(_parameter_fits(optimizer, parameter) for parameter in group["params"])
+    # One operation updates all of them: whole tensors, or DTensors of one mesh.
+    meshes = {p.device_mesh if is_sharded_tensor(p) else None for p in group["params"]}
+    return len(meshes) <= 1 and all(_parameter_fits(optimizer, parameter) for parameter in group["params"])
 
 
 def _parameter_fits(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
