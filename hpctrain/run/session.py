@@ -335,8 +335,7 @@ class Session:
     ) -> Path:
         """Saves a checkpoint with the complete state of a training. Collective.
 
-        The checkpoint holds the model, the optimizer, the state of the updater and of the random generators, and
-        `position`.
+        It holds the model, the optimizer, the states of the updater and of the random generators, and `position`.
 
         Args:
             directory: The folder of the checkpoints, on a filesystem that all nodes share. The new checkpoint is named
@@ -439,15 +438,9 @@ class Session:
         """
         data = self.axes.for_loader()
         return Loader(
-            dataset,
-            global_batch=global_batch,
-            rank=data.index,
-            num_ranks=data.size,
-            seed=seed,
-            pin_memory=self.device.type == "cuda",
-            watch=self.world.inputs,
-            **options,
-        )
+            dataset, global_batch=global_batch, rank=data.index, num_ranks=data.size, seed=seed,
+            pin_memory=self.device.type == "cuda", watch=self.world.inputs, **options,
+        )  # fmt: skip
 
     def agreed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields `batches` with weights that do not count the damaged samples that any rank has skipped.
