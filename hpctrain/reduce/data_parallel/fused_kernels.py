@@ -43,6 +43,8 @@ def keep_layouts(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
     Returns the handles of the hooks. Raises UsageError if a parameter of a fused group has gaps in memory, as a slice
     of another tensor has: no fused kernel for CPUs can update it.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []  # an object with the methods of one has no kernels of PyTorch's
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"] if group.get("fused") else ()):
             if not is_sharded_tensor(parameter) and not _is_dense(parameter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,10 @@ def test_a_saved_state_is_continued(name: str, fused: tuple[bool, bool], layout:
             one.copy_(other)
     step(second, range(2, 4))
     assert_equal(second, expected)
+
+
+def test_an_object_that_is_no_optimizer_of_torch_is_left_alone() -> None:
+    assert keep_layouts(SimpleNamespace(param_groups=[{"params": []}])) == []  # type: ignore[arg-type]
 
 
 class OwnStep(torch.optim.AdamW):
