@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpctrain.train import Fields
+from hpctrain.tasks.digits import Digits
 
 
 class Block(nn.Module):
@@ -21,8 +21,8 @@ class Block(nn.Module):
         return functional.relu(x + self.normalisation(self.convolution(x)))
 
 
-class Convolutions:
-    """The task of classifying `image`, shape (n, 1, 8, 8), values 0 to 16, into `label`, shape (n,), values 0 to 9."""
+class Convolutions(Digits):
+    """The task of `Digits` with this network."""
 
     def build_model(self) -> nn.Module:
         channels = 16
@@ -36,14 +36,3 @@ class Convolutions:
             nn.Linear(32, 10),
         ]
         return nn.Sequential(first, *blocks, *last)
-
-    def loss(self, model: nn.Module, fields: Fields) -> torch.Tensor:
-        return functional.cross_entropy(self._logits(model, fields), fields["label"].long())
-
-    def metrics(self, model: nn.Module, fields: Fields) -> dict[str, float]:
-        logits = self._logits(model, fields)
-        correct = (logits.argmax(dim=1) == fields["label"]).double().mean()
-        return {"loss": float(self.loss(model, fields).detach()), "accuracy": float(correct)}
-
-    def _logits(self, model: nn.Module, fields: Fields) -> torch.Tensor:
-        return model(fields["image"].float() / 16)

@@ -183,7 +183,7 @@ def note_directory(base: Path, *, shared: Path) -> None:
 def others_of(base: Path, *, shared: Path) -> dict[str, int]:
     """Returns other runs on this node with the same shared checkpoint directory that have left checkpoints.
 
-    The result maps the name of each such run's folder, which lies beside `base`, to the newest step in it. Raises
+    The result maps the name of each such run's folder, a sibling of `base`, to the newest step in it. Raises
     CheckpointError.
     """
     found = {}

@@ -181,7 +181,7 @@ class FoundDataset:
         num_bytes: Uncompressed size of the elements in bytes.
         longest: Length of the longest sample for kind "lengths", else 0.
         classes: The distinct strings, sorted, for kind "strings"; else empty.
-        values: What the attributes of the dataset and the datasets beside it state about its values: a `ValueMeaning`
+        values: What the dataset's attributes, and other datasets, state about its values: a `ValueMeaning`
             as JSON values. Empty if they state nothing.
         note: Text that the user should read about the values, or "".
     """

@@ -1,4 +1,4 @@
-"""Finds attributes, and datasets and groups beside a dataset, that scale its numbers by conventions other than CF.
+"""Finds what scales a dataset by conventions other than CF: its attributes, and datasets and groups near it.
 
 Such scales are reported, but not decoded, since the conventions combine scale and offset in different ways: NeXus
 (`NAME_scaling_factor`, `NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of OMI
@@ -93,7 +93,7 @@ def said_by_attributes(
 
 
 def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
-    """Returns what datasets and groups beside the dataset at `path` state about its scale, by NeXus, NWB and ODIM.
+    """Returns what other datasets and groups state about the scale of the dataset at `path`, by NeXus, NWB and ODIM.
 
     The result is a list of texts. It is empty if they state nothing.
     """

@@ -1,6 +1,6 @@
 """Finds what a file states about the values of an HDF5 dataset: scale, offset, missing values, masks, units.
 
-The sources are attributes of the dataset, and groups and datasets beside the dataset.
+The sources are attributes of the dataset, and other groups and datasets of the file.
 
 Conventions: CF and the NetCDF User's Guide (`scale_factor`, `add_offset`, `_FillValue`, `missing_value`, `valid_*`,
 `_Unsigned`, `units`), the default fill values of the netCDF library, astropy's `NAME.mask`, anndata's nullable
@@ -48,7 +48,7 @@ class ValueMeaning:
         packing: Arguments of a `Packing`, such as scale, offset and missing values.
         mask: Path and member of the dataset that is nonzero where a value is missing. The member is None if the mask
             is a whole dataset. None: there is no mask.
-        said: What the attributes of the dataset and the datasets beside it state, one text each.
+        said: What the attributes of the dataset, and other datasets of the file, state about it, one text each.
         changes: True if the stored numbers are not the values, or if some of them stand for missing values.
         unseen_default: True if values can be missing only in records that were never written, and no such record was
             found.

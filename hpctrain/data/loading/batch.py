@@ -131,8 +131,6 @@ class Batch:
                 name: tensor.to(dtype) if tensor.is_floating_point() else tensor
                 for name, tensor in fields.items()
             }
-        if all(fields[name] is tensor for name, tensor in self.fields.items()):
-            return self
         return replace(self, fields=fields)
 
 
