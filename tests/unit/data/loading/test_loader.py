@@ -106,6 +106,16 @@ def test_a_batch_tells_its_place_and_its_weight(dataset: Dataset) -> None:
         assert batches[-1].stop == loader.position == NUM_SAMPLES
 
 
+def test_a_task_may_change_the_dict_of_fields_that_it_gets(dataset: Dataset) -> None:
+    """The batch is computed again where memory ran out, so what a task does to its dict must not stay."""
+    with Loader(dataset, global_batch=10).epoch(0) as batches:
+        batch = next(iter(batches))
+    for part in batch.split(1):
+        part.to("cpu").fields.clear()
+        part.to("cpu", dtype=torch.float64).fields.clear()
+    assert set(batch.fields) == {"x", "label"}
+
+
 def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_shape(dataset: Dataset) -> None:
     last = list(Loader(dataset, global_batch=102, rank=50, num_ranks=60).epoch(0))[-1]
     assert (last.num_samples, last.global_samples, last.weight) == (0, 1, 0.0)
