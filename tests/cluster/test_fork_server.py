@@ -6,38 +6,18 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpctrain.launch.fork_server.plan import find_client
 from tests.cluster import Cluster, ClusterPlan
+from tests.forked_ranks import PROGRAM, differences
 from tests.stop_trials import prepare
 
 pytestmark = [
     pytest.mark.launches,
     pytest.mark.skipif(find_client() is None, reason="the program that stands for a rank was not compiled"),
 ]
-
-PROGRAM = Path(__file__).parents[1] / "ranks" / "launch" / "forked_rank.py"
-# Of a step, of a server, or of a process.
-DIFFER = (
-    "SLURM_STEP",
-    "OMPI_MCA_orte_precondition_transports=",
-    "SLURM_SRUN_COMM",
-    "SLURM_PMIXP_",
-    "SLURM_TASK_PID",
-    "PMIX_",
-    "HPCTRAIN_FORKED_FOR",
-    "HPCTRAIN_FORK_SERVER",
-)
-
-
-def kept(rank: dict[str, Any]) -> dict[str, Any]:
-    rank["variables"] = {k: v for k, v in rank["variables"].items() if not f"{k}=".startswith(DIFFER)}
-    shown = (item for item in rank.pop("shown variables") if not item.startswith(DIFFER))
-    # Slurm's tasks of a node are one process group; a forked rank has one of its own.
-    return {**rank, "shown": list(shown), "pid": None, "drawn": None, "leads its group": None}
 
 
 def test_ranks_of_srun_are_the_same_forked_or_started(cluster: Cluster, tmp_path: Path) -> None:
@@ -88,12 +68,10 @@ def compare(cluster: Cluster, tmp_path: Path) -> list[list[str]]:
     said = "".join(path.read_text() for path in sorted(tmp_path.glob("*.err")))
     assert (end.state, end.exit_code) == ("COMPLETED", 0), said
     assert "starts by itself" not in said
-    ranks: dict[str, list[dict[str, Any]]] = {}
-    for name in ("cold", "warm"):
-        ranks[name] = [kept(json.loads((tmp_path / name / f"rank-{rank}").read_text())) for rank in range(4)]
-    for rank, (cold, warm) in enumerate(zip(ranks["cold"], ranks["warm"], strict=True)):
-        differ = {name: (cold[name], warm[name]) for name in cold if cold[name] != warm[name]}
-        assert not differ, (rank, differ)
+    for rank in range(4):
+        found = differences(tmp_path / f"cold/rank-{rank}", tmp_path / f"warm/rank-{rank}")
+        assert not found, (rank, found)
     assert "finished at step" in (tmp_path / "train").read_text()
     assert (tmp_path / "left").read_text() == ""
-    return [rank["status"]["Cpus_allowed_list"].split(",") for rank in ranks["warm"]]
+    warm = [json.loads((tmp_path / f"warm/rank-{rank}").read_text()) for rank in range(4)]
+    return [rank["status"]["Cpus_allowed_list"].split(",") for rank in warm]

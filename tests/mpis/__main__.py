@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.check.faulty_data import make_data, write_recipe
+from tests.forked_ranks import PROGRAM, differences
 from tests.mpis.ranks_program import CULPRIT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -153,6 +154,27 @@ def exits(there: Environment) -> None:
         run.expect(3)
 
 
+# Addresses and folders of a launch, which Hydra and Open MPI pass to the ranks in variables.
+_OF_A_LAUNCH = ("PMI_", "HYDI_", "HYDRA_", "I_MPI_", "OMPI_MCA_", "OMPI_FILE_LOCATION", "MPI_LOCAL", "PRTE_")
+
+
+def forked(there: Environment) -> None:
+    launch = [there.hpctrain, "launch", "-n", str(NUM_RANKS)]
+    program = [there.python, str(PROGRAM), "describe", "files"]
+    for name, option in (("cold", "--no-fork-server"), ("warm", "--fork-server")):
+        with there.start(*launch, option, "--", *program) as run:
+            run.expect(0)
+            if "starts by itself" in run.output:
+                raise Unkept(run.output[-600:])
+        (there.folder / name).mkdir(exist_ok=True)
+        for rank in range(NUM_RANKS):
+            (there.folder / f"rank-{rank}").rename(there.folder / name / f"rank-{rank}")
+    for rank in range(NUM_RANKS):
+        cold, warm = (there.folder / name / f"rank-{rank}" for name in ("cold", "warm"))
+        if found := differences(cold, warm, differ=_OF_A_LAUNCH):
+            raise Unkept(f"rank {rank}: {found}")
+
+
 def leaves(there: Environment) -> None:
     with there.start(*there.program("leaves")) as run:
         if run.code() == 0:
@@ -234,6 +256,7 @@ def killed_mpirun(there: Environment) -> None:
 
 CELLS: dict[str, Callable[[Environment], None]] = {
     "starts and ends: 0": sound,
+    "forked ranks: as those that start by themselves": forked,
     "a rank exits with 3: 3": exits,
     "a rank leaves with 0 and without MPI_Finalize: not 0": leaves,
     "SIGKILL of a rank: 137, named": ended_by("SIGKILL"),

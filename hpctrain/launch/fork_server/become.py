@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.launch.fork_server.likeness import limits, read_environ, read_status
+from hpctrain.launch.fork_server.likeness import limits, read_command, read_environ, read_status
 from hpctrain.launch.fork_server.plan import FOR_CLIENT
 from hpctrain.launch.rank_identity.launcher_process import CLIENT_VARIABLE
 
@@ -68,6 +68,9 @@ def become(request: ForkRequest, *, title: str, command: Sequence[str], keep: se
     environ = read_environ(client)
     for name in FOR_CLIENT:
         environ.pop(name, None)
+    if "OMPI_COMMAND" in environ:  # Open MPI 4 names the client's program there
+        program, *arguments = read_command(client)
+        environ |= {"OMPI_COMMAND": os.path.basename(program), "OMPI_ARGV": " ".join(arguments)}
     environ[CLIENT_VARIABLE] = str(client)
     replace_environ(environ)
     tempfile.tempdir = None  # what an import has found without this rank's TMPDIR

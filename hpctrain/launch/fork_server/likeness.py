@@ -48,6 +48,12 @@ def read_environ(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def read_command(client: int) -> list[str]:
+    """Returns the command line of the rank that a client stands for. Raises OSError, ValueError."""
+    words = [os.fsdecode(word) for word in Path(f"/proc/{client}/cmdline").read_bytes().split(b"\0")[:-1]]
+    return words[words.index("--") + 1 :]
+
+
 def read_status(pid: int) -> dict[str, str]:
     """Returns the fields of /proc/PID/status. Raises OSError."""
     lines = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.launch.fork_server.become import ForkRequest
-from hpctrain.launch.fork_server.likeness import Likeness, read_environ, read_status
+from hpctrain.launch.fork_server.likeness import Likeness, read_command, read_environ, read_status
 from hpctrain.launch.fork_server.plan import LINGER_VARIABLE, OWNER_VARIABLE
 from hpctrain.launch.fork_server.preload import Imported, folder_of
 from hpctrain.launch.fork_server.program import Program, read_program
@@ -228,8 +228,7 @@ class Server:
         request = ForkRequest(
             pid=pid, mask=mask, leash=passed[0], descriptors=dict(zip(numbers[3:], passed[1:], strict=True))
         )
-        words = [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
-        command = words[words.index("--") + 1 :]
+        command = read_command(pid)
         environ = read_environ(pid)
         self._linger_s = float(environ.get(LINGER_VARIABLE) or 0.0)
         host, _, owner = environ.get(OWNER_VARIABLE, "").partition(":")

@@ -77,7 +77,9 @@ def main(case: str) -> None:
         drawn = [random.random(), float(np.random.random())]
         text = json.dumps({"pid": os.getpid(), "drawn": drawn, **described()})
         if "files" in sys.argv:  # lines of several ranks would be mixed
-            Path(f"rank-{os.environ['SLURM_PROCID']}").write_text(text)
+            names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+            rank = next(os.environ[name] for name in names if name in os.environ)
+            Path(f"rank-{rank}").write_text(text)
         else:
             print(text)
         return
