@@ -234,7 +234,7 @@ def test_a_stranger_that_accepts_gets_no_file(tmp_path: Path, source: Path) -> N
     [
         ({"save_id": "../../x"}, "save_id"),
         ({"step": -1}, "step"),
-        ({"file": 3}, "file 3 of 3"),
+        ({"file": 3}, "index 3 among 3 files"),
         ({"num_bytes": 1 << 59}, "bytes free"),
         ({"created_unix_s": float("nan")}, "created_unix_s"),
     ],
