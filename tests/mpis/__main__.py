@@ -160,7 +160,8 @@ _OF_A_LAUNCH = ("PMI_", "HYDI_", "HYDRA_", "I_MPI_", "OMPI_MCA_", "OMPI_FILE_LOC
 
 def forked(there: Environment) -> None:
     launch = [there.hpctrain, "launch", "-n", str(NUM_RANKS)]
-    program = [there.python, str(PROGRAM), "describe", "files"]
+    # Hydra's ranks 1 and later see no end of their standard input.
+    program = [there.python, str(PROGRAM), "describe", "files", "unread"]
     for name, option in (("cold", "--no-fork-server"), ("warm", "--fork-server")):
         with there.start(*launch, option, "--", *program) as run:
             run.expect(0)

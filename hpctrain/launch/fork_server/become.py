@@ -68,9 +68,11 @@ def become(request: ForkRequest, *, title: str, command: Sequence[str], keep: se
     environ = read_environ(client)
     for name in FOR_CLIENT:
         environ.pop(name, None)
-    if "OMPI_COMMAND" in environ:  # Open MPI 4 names the client's program there
+    if (of_client := environ.get("OMPI_COMMAND")) is not None:
         program, *arguments = read_command(client)
-        environ |= {"OMPI_COMMAND": os.path.basename(program), "OMPI_ARGV": " ".join(arguments)}
+        # Open MPI 4 gives the name of the program, Open MPI 5 the path with which it was started.
+        named = program if "/" in of_client else os.path.basename(program)
+        environ |= {"OMPI_COMMAND": named, "OMPI_ARGV": " ".join(arguments)}
     environ[CLIENT_VARIABLE] = str(client)
     replace_environ(environ)
     tempfile.tempdir = None  # what an import has found without this rank's TMPDIR

@@ -53,7 +53,7 @@ def described() -> dict[str, object]:
         "streams": [
             (s.fileno(), s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.isatty()) for s in streams
         ],
-        "input": sys.stdin.read(),
+        "input": None if "unread" in sys.argv else sys.stdin.read(),
         "descriptor 7": os.read(7, 100).decode() if "descriptor" in sys.argv else None,
         "leads its group": os.getpgid(0) == os.getpid(),
         "numpy threads": os.environ.get("OMP_NUM_THREADS"),
