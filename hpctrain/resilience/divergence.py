@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from hpctrain.errors import DivergedError
 _MAD_TO_STD = 1.4826
 # Smallest standard deviation, as a fraction of the loss: for losses that hardly vary, any change would be a jump.
 _LEAST_STD = 0.02
+# Fraction by which a bound must hold, since logarithms are rounded.
+_MARGIN = 1e-6
+_LARGEST_LOG = 700.0  # of a float64, rounded down
 
 
 def robust_z(loss: float, recent: Sequence[float]) -> float:
@@ -38,6 +42,27 @@ def robust_z(loss: float, recent: Sequence[float]) -> float:
         least = _LEAST_STD * abs(median) or math.ulp(1.0)
     deviation = _middle(sorted(abs(value - median) for value in values))
     return (loss - median) / max(_MAD_TO_STD * deviation, least)
+
+
+def cannot_jump(loss: float, recent: Sequence[float], *, limit: float) -> bool:
+    """Returns True if `robust_z(loss, recent)` is certainly below `limit`, which is above 0.
+
+    Takes a time that grows with the logarithm of the number of losses. False means that `robust_z` must be computed.
+
+    recent: sorted in ascending order.
+    """
+    if loss <= 0 or recent[0] <= 0:
+        return False
+    half = len(recent) // 2
+    median = (math.log(recent[half]) + math.log(recent[half if len(recent) % 2 else half - 1])) / 2
+    above = math.log(loss) - median
+    if above < (1 - _MARGIN) * limit * _LEAST_STD:
+        return True
+    # The deviation, half of the losses' distances from the median, is at least `near` if less than half are nearer.
+    near = (1 + _MARGIN) * above / (limit * _MAD_TO_STD)
+    low = bisect_left(recent, math.exp(median - near))
+    high = bisect_right(recent, math.exp(median + near)) if median + near < _LARGEST_LOG else len(recent)
+    return high - low < half
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -83,7 +108,7 @@ class Divergence:
         self.skipped_in_row = 0
         self.last_applied = 0
         self.rolled_back_to: int | None = None
-        self._losses: deque[float] = deque(maxlen=limits.window)
+        self._keep_losses([])
 
     def why_not(self, *, loss: float, grad_norm: float) -> str | None:
         """Returns why a step must not be applied; None if it may be.
@@ -96,6 +121,8 @@ class Divergence:
         if not math.isfinite(loss):
             return f"loss {loss}"
         if self._limits.jump_z == 0 or len(self._losses) < self._limits.window:
+            return None
+        if cannot_jump(loss, self._sorted, limit=self._limits.jump_z):
             return None
         jump = robust_z(loss, self._losses)
         if jump < self._limits.jump_z:
@@ -114,7 +141,10 @@ class Divergence:
             self.skipped_in_row = 0
             self.last_applied = step
             if self._limits.jump_z > 0:
+                if len(self._losses) == self._limits.window:
+                    del self._sorted[bisect_left(self._sorted, self._losses[0])]
                 self._losses.append(loss)
+                insort(self._sorted, loss)
         elif why_not is not None:
             self.skipped_in_row += 1
             if self.skipped_in_row > self._limits.max_skipped_in_row:
@@ -183,4 +213,8 @@ class Divergence:
         self.skipped_in_row = int(saved.get("skipped_in_row", 0))
         self.last_applied = int(saved.get("last_applied", 0))
         self.rolled_back_to = saved.get("rolled_back_to")
-        self._losses = deque(saved.get("losses", []), maxlen=self._limits.window)
+        self._keep_losses(saved.get("losses", []))
+
+    def _keep_losses(self, losses: Sequence[float]) -> None:
+        self._losses = deque(losses, maxlen=self._limits.window)
+        self._sorted = sorted(self._losses)

@@ -44,7 +44,8 @@ class RecordWriter:
 
     Records of steps are collected for `every_s` seconds and written together, since each write may be a request to a
     server that thousands of ranks share. Any other record is written at once, together with the records collected
-    before. A killed process thus loses the steps of at most `every_s` seconds.
+    before. A killed process thus loses the steps of at most `every_s` seconds. A record of a step must not be changed
+    after it was passed.
 
     kinds: the kinds of records to write; the file is created when the first such record is written. None: all kinds are
     written, and the file is created at once. sinks: objects that receive every record, also those that are not written.
@@ -67,7 +68,7 @@ class RecordWriter:
         self._kinds = kinds
         self._sinks = Sinks() if sinks is None else sinks
         self._clock = clock
-        self._lines: list[str] = []
+        self._kept: list[dict[str, Any]] = []  # not written yet
         self._written_at = clock()
         self._ended = False
         self._file: IO[bytes] | None = self._open() if kinds is None else None
@@ -87,9 +88,9 @@ class RecordWriter:
         if self._ended:
             return
         kept = [record for record in records if self._kinds is None or record.get("kind") in self._kinds]
-        self._lines += [_line(record) for record in kept]
         if not kept:
             return
+        self._kept += kept
         if kept[-1].get("kind") != STEP or self._clock() >= self._written_at + self._every_s:
             self._write()
 
@@ -106,13 +107,13 @@ class RecordWriter:
         return self._path.open("ab", buffering=0)
 
     def _write(self) -> None:
-        lines, self._lines = self._lines, []
-        if not lines:
+        kept, self._kept = self._kept, []
+        if not kept:
             return
         self._written_at = self._clock()
         try:
             self._file = self._file or self._open()
-            data = memoryview("".join(lines).encode())
+            data = memoryview("".join(map(_line, kept)).encode())
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:

@@ -268,8 +268,9 @@ class AllReduceUpdater(UpdaterBase):
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def gradient_is_ready(parameter: torch.Tensor) -> None:
             filling = self._planned.filling
-            if filling.is_placed(index) or filling.last_is_dropped():
+            if filling.begins_again(index):
                 self._begin_again()
+                filling = self._planned.filling
             if self._syncing:
                 filling.gradient_is_ready(index, factor=self._unsent_factor)
 

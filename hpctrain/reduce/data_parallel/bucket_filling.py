@@ -16,7 +16,6 @@ from hpctrain.reduce.data_parallel.gradient_memory import (
     GradientMemory,
     describe_gradient,
     one_device,
-    ran_twice,
 )
 from hpctrain.reduce.data_parallel.parameter_checks import ParameterChecks
 
@@ -114,17 +113,17 @@ class BucketFilling:
         """True if at least one gradient of this step is in its bucket."""
         return any(self._placed)
 
-    def is_placed(self, index: int) -> bool:
-        return self._placed[index]
+    def begins_again(self, index: int) -> bool:
+        """Returns True if a gradient becomes ready that cannot be one of this step.
 
-    def last_is_dropped(self) -> bool:
-        """Returns True if the script has dropped the gradient that last became ready in this step."""
-        return bool(self.ready) and not self._memory.is_pending(self.ready[-1])
+        Its bucket has it already, or the script has dropped the gradient that became ready before it.
+        """
+        return self._placed[index] or (bool(self.ready) and not self._memory.is_pending(self.ready[-1]))
 
     def gradient_is_ready(self, index: int, *, factor: float) -> None:
         """Writes a parameter's gradient, times `factor`, into its bucket, and submits the buckets that are complete.
 
-        Raises UsageError for the second gradient of a parameter in one step.
+        Call it once per parameter and step.
         """
         waiting_for = self._put(index, factor=factor)
         self.ready.append(index)
@@ -160,12 +159,7 @@ class BucketFilling:
             self._next_bucket += 1
 
     def _put(self, index: int, *, factor: float) -> int:
-        """Writes a gradient into its bucket, once per step.
-
-        Returns the number of gradients that the bucket still lacks.
-        """
-        if self._placed[index]:
-            raise ran_twice()
+        """Writes a gradient into its bucket. Returns the number of gradients that the bucket still lacks."""
         try:
             bucket = self._memory.put(index, factor=factor)
         except RuntimeError:

@@ -80,6 +80,7 @@ class ReductionPipeline:
         self.observer: ReductionObserver | None = None
         self._reduce = reduce
         self._device = device
+        self._is_on_gpu = device.type == "cuda"
         self._max_in_flight = max_in_flight
         self._in_background = in_background
         self._shortest_wait_s = shortest_wait_s
@@ -196,7 +197,7 @@ class ReductionPipeline:
 
     def _mark(self) -> torch.cuda.Event | None:
         """Returns an event at the current end of the calling thread's stream; None for buckets in host memory."""
-        if self._device.type != "cuda":
+        if not self._is_on_gpu:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
@@ -205,7 +206,7 @@ class ReductionPipeline:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
+        if self._is_on_gpu:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
         while self._await_work():

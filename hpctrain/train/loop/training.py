@@ -368,7 +368,8 @@ class Training:
             outcome = memory.update(
                 partial(updater.step, sums=sums, accepts=self._guards.accepts, divide_by=divide_by)
             )
-            outcome = replace(outcome, sums=with_mean_loss(outcome.sums))
+            if of_loss:
+                outcome = replace(outcome, sums=with_mean_loss(outcome.sums))
             recorder.reduced(outcome, seconds=time.perf_counter() - started)
             if not memory.ran_out(outcome.sums):
                 if not outcome.applied:

@@ -35,6 +35,14 @@ def row_of_zeros(batch: Batch) -> Batch:
 # itself.
 
 
+def _weighted_sum(losses: Sequence[tuple[torch.Tensor, float]]) -> float:
+    """Returns the sum of losses, each of shape () and times its weight, in float64. Waits for the device once."""
+    if len(losses) == 1:
+        [(loss, weight)] = losses
+        return loss.item() * weight
+    return float(torch.stack([loss.double() * weight for loss, weight in losses]).sum()) if losses else 0.0
+
+
 @final
 class TaskRunner:
     """A `Runner` of a task without a pipeline: the model is whole on each rank, sharded, or its layers are split.
@@ -110,10 +118,10 @@ class TaskRunner:
             if part.num_samples > 0:
                 loss, weight = self._backward(part, updater, last=last)
                 if loss is not None:
-                    losses.append(loss.detach().double() * weight)
+                    losses.append((loss.detach(), weight))
             else:
                 self._take_part(part, updater, last=last)
-        return float(torch.stack(losses).sum()) if losses else 0.0  # one device synchronisation for all parts
+        return _weighted_sum(losses)
 
     def _backward(
         self, part: Batch, updater: DistributedOptimizer, *, last: bool

@@ -7,9 +7,11 @@ import math
 import random
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from hpctrain.errors import DivergedError, ExitCode
-from hpctrain.resilience.divergence import Divergence, DivergenceLimits, robust_z
+from hpctrain.resilience.divergence import Divergence, DivergenceLimits, cannot_jump, robust_z
 
 NAN = float("nan")
 
@@ -45,6 +47,25 @@ def test_the_score_is_that_of_a_normal_distribution() -> None:
 def test_one_wild_loss_among_the_recent_ones_hides_no_jump() -> None:
     losses = [3.0 + 0.01 * number for number in range(20)]
     assert robust_z(30.0, [*losses, 1e30]) > 20
+
+
+@given(
+    recent=st.lists(st.floats(1e-300, 1e300), min_size=10, max_size=30),
+    loss=st.floats(1e-300, 1e300),
+    limit=st.floats(0.1, 50.0),
+)
+@example(recent=[1e300] * 10, loss=1.7e308, limit=0.1)
+def test_what_is_ruled_out_quickly_is_no_jump(recent: list[float], loss: float, limit: float) -> None:
+    if cannot_jump(loss, sorted(recent), limit=limit):
+        assert robust_z(loss, recent) < limit
+
+
+@given(spread=st.floats(0.05, 2.0), seed=st.integers(0, 2**32 - 1))
+def test_most_usual_losses_are_ruled_out_quickly(spread: float, seed: int) -> None:
+    rng = random.Random(seed)
+    recent = sorted(math.exp(rng.gauss(0.0, spread)) for _ in range(100))
+    usual = [math.exp(rng.gauss(0.0, spread)) for _ in range(100)]
+    assert sum(cannot_jump(loss, recent, limit=20.0) for loss in usual) == 100
 
 
 def test_losses_that_do_not_vary_make_no_jump_of_a_small_change() -> None:
