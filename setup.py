@@ -53,6 +53,14 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-fast-math"],
             optional=True,
         ),
+        # The optimizer's step in one pass over memory. Without a compiler PyTorch makes it.
+        Extension(
+            "hpctrain.reduce.data_parallel._one_pass",
+            ["hpctrain/reduce/data_parallel/_one_pass.c"],
+            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno"],
+            libraries=["m"],
+            optional=True,
+        ),
         # No modules of Python: a thread that ends a rank whose Python is blocked (comm/watchdog/gil_free_timer.py),
         # one that ends it at a second signal (resilience/second_signal.py), what a rank does at its exit
         # (comm/backends/mpi_process/exit_status.py), and a library that ranks preload where they outnumber the cores

@@ -220,12 +220,17 @@ class AllReduceUpdater(UpdaterBase):
         )
 
     def _update(self, factor: float, summed: StepSums) -> bool:
-        self._planned.memory.scale(factor)
-        if not self._planned.memory.copy_out():
-            return False
-        if not self._synchronized:
-            self._planned.memory.set_gradients()
-        self._optimizer.step()
+        memory = self._planned.memory
+        if memory.has_copies:
+            memory.scale(factor)
+            factor = 1.0
+            if not memory.copy_out():
+                return False
+        if self._synchronized:
+            memory.set_changed_gradients()
+        else:
+            memory.set_gradients()
+        self._optimizer_step.step(factor, scale=memory.scale)
         return True
 
     def _end_step(self, summed: StepSums, *, applied: bool, accepted: bool, rescale: float) -> None:

@@ -217,7 +217,9 @@ class GradientMemory:
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [buffer[bucket.first_flag :] for bucket, buffer in pairs]
         # In host memory as arrays of numpy, with which an operation on a few numbers takes a tenth of the time.
-        self._flags = [of_bucket.numpy() if of_bucket.device.type == "cpu" else of_bucket for of_bucket in flags]
+        self._flags = [
+            of_bucket.numpy() if of_bucket.device.type == "cpu" else of_bucket for of_bucket in flags
+        ]
         self._gaps = [buffer[bucket.num_gradients : bucket.first_flag] for bucket, buffer in pairs]
         viewed = [place for place in self._places if place.gradient is not None]
         self._usual_references = max((_references(place) for place in viewed), default=0)
@@ -306,6 +308,11 @@ class GradientMemory:
         if factor != 1.0 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
 
+    @property
+    def has_copies(self) -> bool:
+        """True if the dtype of a parameter is not that of its bucket, so that `copy_out` copies its sum."""
+        return bool(self._copied)
+
     def copy_out(self) -> bool:
         """Copies the sum of each parameter whose dtype is not its bucket's into a tensor of the parameter's dtype.
 
@@ -334,6 +341,15 @@ class GradientMemory:
                 summed += flags.tolist()
         for slot, flag in zip(self._slots, summed, strict=True):
             self._parameters[slot.parameter].grad = None if flag == 0 else self._sum_of(slot.parameter)
+
+    def set_changed_gradients(self) -> None:
+        """Sets each `.grad` that is not None to the memory into which `take_changes` has copied it.
+
+        Call it after `copy_out`.
+        """
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                parameter.grad = self._sum_of(index)
 
     def _sum_of(self, index: int) -> torch.Tensor | None:
         place = self._places[index]

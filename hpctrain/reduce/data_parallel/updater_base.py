@@ -23,6 +23,7 @@ from hpctrain.reduce.data_parallel.bucket_filling import BackwardClock
 from hpctrain.reduce.data_parallel.fused_kernels import keep_layouts
 from hpctrain.reduce.data_parallel.gradient_memory import asks_for_gradients, refuse_grad_scaler
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.data_parallel.one_pass import OptimizerStep
 from hpctrain.reduce.data_parallel.parameter_checks import check_open, trainable
 from hpctrain.reduce.watch.step_watch import Watched, watched
 
@@ -57,7 +58,8 @@ class StepSums:
 class UpdaterBase(Watched, ABC):
     """Base class of the updaters. A subclass defines how gradients are summed and how parameters are updated.
 
-    The constructor of a subclass calls `_begin_step` once the attributes that its `_begin_step` uses are set.
+    The constructor is collective. The constructor of a subclass calls `_begin_step` once the attributes that its
+    `_begin_step` uses are set.
 
     reducer: object that keeps tensors for a checkpoint, such as residuals of error feedback; None if there is none.
     wire: wire format of the gradients, since `divide_by` cannot be used with some; None if all values are sent
@@ -88,6 +90,7 @@ class UpdaterBase(Watched, ABC):
         self._syncing = True
         self._closed = False
         self._hooks: list[RemovableHandle] = keep_layouts(optimizer)
+        self._optimizer_step = OptimizerStep(optimizer, comm=comm, own_hooks=self._hooks)
 
     # ------------------------------------------------------------------ interface of the training loop
 

@@ -188,7 +188,9 @@ class SplitModelUpdater(UpdaterBase):
         self._shares: StageShares | None = None
         if self._replicas is not None and self._replicas.num_ranks > 1 and shard_of(model) == "optimizer":
             agreed(comm, partial(check_stage, optimizer, self._parameters), os_error=UsageError)
-            self._shares = StageShares(optimizer, self._parameters, replicas=self._replicas)
+            self._shares = StageShares(
+                optimizer, self._parameters, replicas=self._replicas, optimizer_step=self._optimizer_step
+            )
         self._passes: ShardedPasses | None = None
         if by_fsdp and pipeline is None:
             self._passes = ShardedPasses(model, plain_factor=1.0 / self._num_data_ranks)

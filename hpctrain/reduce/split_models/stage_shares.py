@@ -19,6 +19,7 @@ from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import plan_buckets
 from hpctrain.reduce.data_parallel.gradient_memory import describe_gradient
+from hpctrain.reduce.data_parallel.one_pass import OptimizerStep
 from hpctrain.reduce.zero.bucket_division import BucketDivision
 from hpctrain.reduce.zero.owned_parts import OwnedParts, ParameterCopies, check_zero_optimizer
 
@@ -31,6 +32,7 @@ class StageShares:
 
     parameters: parameters of the optimizer, the same on every rank of `replicas`.
     replicas: communicator of the ranks that hold the same stage. Each element is owned by one of these ranks.
+    optimizer_step: makes the steps of `optimizer`.
 
     The constructor is not collective.
     """
@@ -41,13 +43,16 @@ class StageShares:
         parameters: Sequence[torch.nn.Parameter],
         *,
         replicas: Collective,
+        optimizer_step: OptimizerStep,
     ) -> None:
         self._replicas = replicas
         self._parameters = parameters
         buckets = plan_buckets([describe_gradient(p) for p in parameters], bucket_bytes=_UNIT_BYTES)
         self._plan = plan = BucketDivision.of(buckets, num_ranks=replicas.num_ranks, unit_bytes=_UNIT_BYTES)
         self._copies = ParameterCopies(parameters, plan=plan, rank=replicas.rank)
-        self._owned = OwnedParts(optimizer, parameters, plan=plan, rank=replicas.rank)
+        self._owned = OwnedParts(
+            optimizer, parameters, plan=plan, rank=replicas.rank, optimizer_step=optimizer_step
+        )
         self._gathered = [self._copies.gathered(number) for number in range(len(plan.units))]
         self._used = [False] * len(parameters)
 
@@ -85,9 +90,9 @@ class StageShares:
 
         Collective over the replicas. Returns the seconds that the gathering took.
         """
-        self._owned.scale(factor)
+        factor = self._owned.scale_copied(factor)
         self._owned.set_gradients(self._used)
-        self._owned.step()
+        self._owned.step(factor)
         began = time.perf_counter()
         for gathered in self._gathered:
             mine = torch.empty(gathered.num_bytes[self._replicas.rank], dtype=torch.uint8)

@@ -98,7 +98,9 @@ class ZeroUpdater(UpdaterBase):
         self._progress = BucketProgress([[slot.parameter for slot in b.slots] for b in self._plan.buckets])
         self._observed = False  # whether the order of complete buckets is known, which the first step shows
         self._copies = ParameterCopies(self._parameters, plan=self._plan, rank=comm.rank)
-        self._owned = OwnedParts(optimizer, self._parameters, plan=self._plan, rank=comm.rank)
+        self._owned = OwnedParts(
+            optimizer, self._parameters, plan=self._plan, rank=comm.rank, optimizer_step=self._optimizer_step
+        )
         num_units = len(self._plan.units)
         reducer.plan(
             self._plan,
@@ -161,12 +163,12 @@ class ZeroUpdater(UpdaterBase):
         )
 
     def _update(self, factor: float, summed: StepSums) -> bool:
-        self._owned.scale(factor)
+        factor = self._owned.scale_copied(factor)
         fits = self._owned.set_gradients(self._used)
         if not (is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits):
             return False
         began = time.perf_counter()
-        self._owned.step()
+        self._owned.step(factor)
         summed.update_s = time.perf_counter() - began
         # What backward needs last is what forward needs first.
         summed.sync_s += self._units.gather(self._progress.order[::-1])
