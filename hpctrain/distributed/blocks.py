@@ -51,7 +51,7 @@ def name_blocks(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the model's blocks by name: the modules given to `name_blocks`, if it was called. Blocks are not nested.
+    """Returns the model's blocks by name: the modules given to `name_blocks`, if called. Blocks are not nested.
 
     Otherwise a block is a module with children and parameters whose parent has several children of the same class.
     Containers (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) are searched for blocks first. One of several

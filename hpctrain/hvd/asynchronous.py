@@ -26,9 +26,11 @@ _SHAPES_SHOWN = 4
 
 
 def join(device: int = -1) -> int:
-    """Declares that this rank has no more data, and waits until all ranks have declared it. Collective over all ranks.
+    """Declares that this rank has no more data, and waits until all ranks have called `join`.
 
-    While it waits, this rank contributes zeros to the all-reduces of the other ranks. Averages are still divided by the
+    Collective over all ranks.
+
+    While this rank waits, it contributes zeros to the all-reduces of the other ranks. Averages are still divided by the
     number of all ranks. The other ranks may call only all-reduces of dense tensors (sum, average, Adasum) over all
     ranks, as DistributedOptimizer does.
 

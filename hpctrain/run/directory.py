@@ -47,7 +47,7 @@ def claim_run_directory(directory: Path, *, comm: Collective) -> None:
 def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | None:
     """Moves the existing files `names` of `directory` into the new folder `directory/previous-N`. Collective.
 
-    Returns that folder; None if none of the files exists.
+    Returns that folder; None if no file of these names exists.
     """
 
     def move() -> str | None:

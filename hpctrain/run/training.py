@@ -87,7 +87,7 @@ from hpctrain.train import (
 class Resume:
     """The value of `--resume`: the checkpoint `path` to resume from, or `from_scratch` to restore nothing.
 
-    Without either, the run resumes from its newest checkpoint.
+    With neither `path` nor `from_scratch`, the run resumes from its newest checkpoint.
     """
 
     path: Path | None = None

@@ -155,7 +155,7 @@ def efficiency_from(
 
 
 def divided(seconds: Mapping[str, _Seconds], *, hidden: _Seconds, waiting: _Seconds) -> dict[str, _Seconds]:
-    """Returns the seconds of each part of a step, by the names in `PART_NAMES`. They add up to the step.
+    """Returns the seconds of each part of a step, by the names in `PART_NAMES`. All parts add up to the step.
 
     Args:
         seconds: The recorded seconds, by the names in `PART_KEYS`.
@@ -252,7 +252,7 @@ def attribute(times: StepTimes) -> Times:
 
 
 def efficiency_of(times: StepTimes) -> Efficiency:
-    """Returns the POP efficiencies of these steps, at least one."""
+    """Returns the POP efficiencies of the given steps, at least one step."""
     own = own_times(times)
     return efficiency_from(
         {name: float(times.seconds[name].sum()) for name in PART_KEYS},
@@ -282,9 +282,9 @@ _NAMES = (*PART_KEYS, "step", "after_sync")
 def read_step_times(directory: Path, *, first: int = 2, last: int | None = None) -> StepTimes:
     """Returns the recorded times of all ranks of the run in `directory`, for the steps from `first` to `last`.
 
-    By default the first step of a run is left out, since buckets and memory are set up in it. For a repeated step the
-    later record counts. Raises UsageError if a rank has not recorded its steps, or if no step was recorded by all
-    ranks.
+    By default the first step of a run is left out, since buckets and memory are set up in the first step. For a
+    repeated step the later record counts. Raises UsageError if a rank has not recorded its steps, or if no step was
+    recorded by all ranks.
     """
     run = RunDirectory(directory)
     num_ranks = len(run.environment()["ranks"])
@@ -325,7 +325,7 @@ def _seconds(record: Mapping[str, Any], name: str) -> float:
 def read_efficiency(directory: Path) -> Efficiency:
     """Returns the efficiency over all ranks and steps since the last start, from the summary of the run in `directory`.
 
-    Raises UsageError if there is no summary yet, or if it has no efficiency.
+    Raises UsageError if there is no summary yet, or if the summary has no efficiency.
     """
     run = RunDirectory(directory)
     document = (run.summary() or {}).get("efficiency")

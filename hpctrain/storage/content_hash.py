@@ -1,6 +1,6 @@
 """The content hash of datasets and checkpoints: xxh3_64, as 16 hex digits.
 
-It detects bit rot and torn writes; it does not protect against forgery.
+The hash detects bit rot and torn writes. It does not protect against forgery.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 @final
 class RunDirectory:
-    """The files of one run directory. Each call reads its file again.
+    """The files of one run directory. Each call reads the file again.
 
     Args:
         error: The class of the errors that are raised for files that cannot be read.
@@ -55,7 +55,7 @@ class RunDirectory:
         return self.document(self.summary_path.name)
 
     def document(self, name: str) -> Document | None:
-        """Returns the JSON object in the file `name`; None if there is no such file or it contains no object."""
+        """Returns the JSON object in the file `name`; None if there is no such file, or no object in the file."""
         path = self.path / name
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

@@ -91,7 +91,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellResult:
-    """The result of a cell, the same on every rank.
+    """The result of one cell: of one combination of size, algorithm and wire format. The same on every rank.
 
     Attributes:
         samples_s: For each repeat, the seconds of the slowest rank.
@@ -183,9 +183,12 @@ class Gradients:
 
 @final
 class CellTimer:
-    """Times the cells of several reducers that exist at the same time. Its methods are collective over `comm`.
+    """Times several reducers that exist at the same time. The methods are collective over `comm`.
 
-    reducers: by (algorithm, wire format), in the same order on every rank; each has `in_flight` buckets of every size.
+    A cell is one combination of size, algorithm and wire format.
+
+    reducers: by (algorithm, wire format), in the same order on every rank; each reducer has `in_flight` buckets of
+    every size.
     progress: called after each reduction with the fraction that is done, 0 to 1.
     """
 
@@ -217,15 +220,15 @@ class CellTimer:
         self._buffers: dict[tuple[str, str], list[torch.Tensor]] = {}
 
     def plan(self) -> None:
-        """Passes the buckets to every reducer. This communicates, so the constructor does not do it."""
+        """Passes the buckets to every reducer. Not part of the constructor, since it communicates."""
         for key, reducer in self._reducers.items():
             self._buffers[key] = reducer.plan(self._buckets, device=self._device)
 
     def measure(self, *, repeats: int, warmup: int) -> list[CellResult]:
         """Times every cell once per round, in `warmup + repeats` rounds. Warm-up rounds are not counted.
 
-        Each round has its own random order of the cells, which spreads drift (other load on the machine, clock
-        frequency) evenly over them.
+        Each round times the cells in a new random order, so that a drift of the machine (other load, clock frequency)
+        affects all cells evenly.
         """
         cells = [
             Cell(algorithm=algorithm, wire=wire, num_bytes=num_bytes)
@@ -405,10 +408,11 @@ def measure_all_reduce(
     progress: Callable[[float], None] = lambda share: None,
     memory_bytes: float | None = None,
 ) -> AllReduceMeasured:
-    """Measures every cell that can run on these ranks. Collective; returns the same value on every rank.
+    """Measures all combinations that can run on these ranks. Collective; returns the same value on every rank.
 
-    Combinations that cannot run, or in whose place another one would run, are left out, and notes say why. If the
-    reducers do not all fit into memory, they are measured in groups, and a note says so.
+    A combination of size, algorithm and wire format is left out, with a note that says why, if it cannot run, or if
+    hpctrain would run another combination instead. If the reducers do not all fit into memory, they are measured in
+    groups, and a note says so.
 
     memory_bytes: the limit for the buckets of one rank. None: half of a host's free memory, but at most 80% of the free
     space in /dev/shm, divided by the number of ranks on the host; of all hosts, the smallest result is used.
@@ -458,7 +462,7 @@ def measure_all_reduce(
 def groups_that_fit(
     pairs: Sequence[tuple[str, str]], *, bytes_each: int, budget_bytes: float
 ) -> Iterator[list[tuple[str, str]]]:
-    """Divides the pairs (algorithm, wire format) into groups of about equal size, and yields these.
+    """Divides the pairs (algorithm, wire format) into groups of about equal size, and yields the groups.
 
     There are as few groups as memory allows. Each group has at least one pair.
     """
@@ -493,7 +497,10 @@ def _make(
 
 
 def notes_of(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
-    """Returns one line per reason for leaving out cells, for example `not measured: ring, direct (fp32, fp16): ...`."""
+    """Returns one line per reason for which pairs of algorithm and wire format were not measured.
+
+    An example is `not measured: ring, direct (fp32, fp16): ...`.
+    """
     lines = []
     for reason, pairs in left_out.items():
         by_wires: dict[str, list[str]] = {}
@@ -513,7 +520,7 @@ def row_of_cell(
     asked: AllReduceAsked,
     link_bytes_per_s: float | None,
 ) -> AllReduceRow:
-    """Returns the row of a cell.
+    """Returns the row of one cell: of one combination of size, algorithm and wire format.
 
     `num_bytes` is the size of one bucket. With several buckets in flight, the time, the bandwidths and the bytes per
     node are those of all these buckets together.

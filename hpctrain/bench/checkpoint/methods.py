@@ -422,7 +422,7 @@ def slowest_since(comm: Collective, begin_s: float) -> float:
 def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
     """Returns the seconds of `function`, which must not communicate, on the slowest rank. Collective.
 
-    Freeing its return value is not timed. An OSError is raised as CheckpointError on every rank.
+    Freeing the return value of `function` is not timed. An OSError is raised as CheckpointError on every rank.
     """
     begin_s = begin(comm)
 

@@ -82,8 +82,8 @@ def run_size(
     Args:
         threads: The number of threads per rank, unless the recipe sets it.
         with_environment: Whether the result contains the run's environment.json.
-        keep: A folder into which the run directory of a successful run is moved as `ranks-N`, where it replaces that
-            of an earlier run.
+        keep: A folder into which the run directory of a successful run is moved as `ranks-N`. An older directory of
+            this name is replaced.
 
     Raises the errors of `Starter.start`, and LaunchError if records are missing.
     """

@@ -228,7 +228,7 @@ def choose_engine(
             measures both engines once and chooses the faster one.
         directory: Directory of the checkpoints.
         comm: The ranks that save together.
-        in_background: Another thread writes. It must not communicate, so only DIRECT is possible.
+        in_background: True if another thread writes. That thread must not communicate, so only DIRECT is possible.
 
     Returns:
         The engine, the reason for the choice, and the kind of the filesystem.

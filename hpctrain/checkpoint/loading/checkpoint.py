@@ -339,7 +339,7 @@ class ReadUnit:
 def units_of(tensor: StoredTensor) -> list[ReadUnit] | None:
     """Returns the tensor divided into units, or None if the ranks of a node cannot share the reading of the tensor.
 
-    They cannot share it if a piece, which is contiguous in its file, is not contiguous in the tensor, or if an
+    The ranks cannot share the reading if a piece (contiguous in its file) is not contiguous in the tensor, or if an
     element run is longer than _ROUND_BYTES, the limit of one round of the exchange.
     """
     units = []

@@ -115,11 +115,11 @@ def load_newest_good(
 def newest_that(
     read: Callable[[Checkpoint], T], *, directory: Path, comm: Collective, rejected: list[Rejected]
 ) -> T | None:
-    """Returns the result of `read` for the newest checkpoint for which it raises no CheckpointError. Collective.
+    """Calls `read` with the newest checkpoint, then with older ones until `read` succeeds. Collective.
 
-    `read` is collective and must raise on all ranks or on none. The skipped checkpoints are appended to `rejected`.
-    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are checkpoints but `read`
-    raises for each of them; UnknownFormatError and DoesNotFitError are raised at once.
+    Returns the result of `read`; None if there is no checkpoint. `read` is collective and must raise on all ranks or on
+    none. The skipped checkpoints are appended to `rejected`. Raises CheckpointError on every rank if there are
+    checkpoints but `read` raises for each of them; UnknownFormatError and DoesNotFitError are raised at once.
     """
     with doing(comm, f"loading the newest checkpoint of {directory}"):
         for path in on_rank_0(comm, lambda: list(map(str, finished_newest_first(directory)))):

@@ -1,8 +1,8 @@
 """A checkpoint file without its content: HDF5's own structures, and the file offsets of the content.
 
-The HDF5 library creates it once per layout, in a sparse temporary file; a save then writes these bytes and the
-content with plain writes. So a save neither spends time in the library nor depends on its behaviour on a slow or
-full filesystem. The metadata's text is prepared in the same way. h5py is imported only here.
+The HDF5 library creates the structures once per layout, in a sparse temporary file; a save then writes the structures
+and the content with plain writes. So a save neither spends time in the library nor depends on its behaviour on a slow
+or full filesystem. The metadata's text is prepared in the same way. h5py is imported only here.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtentGroup:
-    """Segments whose bytes are taken from memory at once: a single one, or small ones that are contiguous in the file.
+    """Segments whose bytes are taken from memory at once: one segment, or small segments contiguous in the file.
 
     `extents` contains the extents in the group, in order, as indices into the list of the rank's extents. `offset`
-    is the file offset of a group of small segments. It is None for any other single segment, whose extents have
+    is the file offset of a group of small segments. For any other single segment `offset` is None: its extents have
     byte ranges of their own in the file (`OwnBytes.runs`).
     """
 

@@ -158,8 +158,8 @@ CUT_BYTES = 4096
 class Division:
     """The concatenated bytes of tensors, divided into `num_parts` parts of about equal size.
 
-    The rank of part 0 also writes `ahead_bytes` other bytes, which count as a part of its share. If they are at
-    most an equal share of all bytes, every share differs from an equal one by less than CUT_BYTES.
+    The rank of part 0 also writes `ahead_bytes` other bytes, which count toward its share. If `ahead_bytes` is at most
+    an equal share of all bytes, every share differs from an equal share by less than CUT_BYTES.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]], *, num_parts: int, ahead_bytes: int = 0) -> None:
@@ -220,7 +220,7 @@ class Division:
         return cut - (cut - self._begins[bisect_right(self._begins, cut) - 1]) % CUT_BYTES
 
     def boundaries(self, parts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the byte positions in the concatenated tensors at which these parts begin.
+        """Returns the byte positions in the concatenated tensors at which the parts with the indices `parts` begin.
 
         The result has the shape and dtype of `parts`. The position of part `num_parts` is the end of the tensors.
         """

@@ -366,7 +366,7 @@ def save(
         step: Step of the checkpoint, 0 or more; the same on every rank.
         comm: The ranks that save together, such as `session.world`.
         keep: Which checkpoints to keep: a `Retention`, the number of the newest ones to keep, or None for all.
-        engine: How the bytes are written; the content of the files does not depend on it.
+        engine: How the bytes are written; every engine writes the same content.
         **options: Further fields of `SaveOptions`, such as `files` or `limit_mb_per_s`.
 
     Returns:

@@ -158,14 +158,14 @@ class Saver:
     def advance(self) -> None:
         """Takes the save in progress to its next phase, after waiting for this rank's work. Collective.
 
-        It takes almost no time if `ready` is True on all ranks. Does nothing if no save is in progress.
+        The call takes almost no time if `ready` is True on all ranks. Does nothing if no save is in progress.
         """
         self._continue(CheckpointSave.advance)
 
     def poll(self) -> None:
         """Calls `advance` if `ready` is True on all ranks. Collective.
 
-        It costs an all-reduce of one number while a save is in progress, nothing otherwise. It is for loops that
+        It costs an all-reduce of one number while a save is in progress, nothing otherwise. `poll` is for loops that
         have no all-reduce of their own to which the result of `ready` could be added.
         """
         if self._saving is None:
@@ -299,8 +299,8 @@ class CheckpointRequests:
 
     `run_directory` is the directory of the request file; only one rank passes it, the others pass None. `every_s`
     is the minimum time between two polls of the file, since the directory is on a shared filesystem. A signal that
-    arrives less than `same_request_s` seconds after a save is ignored, since a signal sent to all ranks reaches
-    them at different times: it belongs to the request for that save.
+    arrives less than `same_request_s` seconds after a save is ignored: a signal sent to all ranks reaches them at
+    different times, so a late one still belongs to the request for that save.
     """
 
     def __init__(

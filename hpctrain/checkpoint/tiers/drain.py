@@ -171,7 +171,7 @@ def copy_file(
 ) -> DrainedFile:
     """Copies `source` to the new file `target` and flushes it to disk; the caller flushes the directory.
 
-    It uses COPY_CHUNK_BYTES of memory.
+    Uses COPY_CHUNK_BYTES of memory.
 
     Args:
         source: The file to copy.
@@ -246,7 +246,7 @@ class Committed:
 def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
     """Verifies the structure of the drained checkpoint and commits it by renaming it.
 
-    It replaces a checkpoint of the same step. Raises CheckpointError if the shared folder cannot be written.
+    An existing checkpoint of the same step is replaced. Raises CheckpointError if the shared folder cannot be written.
     """
     flush_folder(partial)
     try:

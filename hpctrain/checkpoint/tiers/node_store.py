@@ -79,8 +79,8 @@ def run_key(shared: Path) -> str:
 class LocalStore:
     """One node's folder in LOCAL/<run>.
 
-    Of each kind of file, OWN and PARTNER, it keeps those of the newest `keep_steps` steps. `keep_steps` is at least
-    1.
+    Of each kind of file, OWN and PARTNER, the store keeps the files of the newest `keep_steps` steps. `keep_steps` is
+    at least 1.
     """
 
     base: Path  # LOCAL/<run>
@@ -171,7 +171,7 @@ def forget_under(base: Path, *, from_step: int) -> None:
 
 
 def note_directory(base: Path, *, shared: Path) -> None:
-    """Records in LOCAL/<run> which shared checkpoint directory it belongs to. Raises CheckpointError."""
+    """Records in LOCAL/<run> to which shared checkpoint directory the run saves. Raises CheckpointError."""
     path = base / _DIRECTORY
     content = f"{os.path.realpath(shared)}\n".encode()
     with explained(action="write", path=path):

@@ -154,7 +154,7 @@ def send_partner_message(connection: socket.socket, value: Mapping[str, Any]) ->
 
 
 def receive_partner_message(connection: socket.socket) -> dict[str, Any]:
-    """Returns the next message. Raises PartnerError if it is too long or not a JSON object, and OSError."""
+    """Returns the next message. Raises PartnerError if the message is too long or not a JSON object, and OSError."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > _MAX_MESSAGE_BYTES:
         raise PartnerError(f"a message of {length} bytes was announced; the limit is {_MAX_MESSAGE_BYTES}")
@@ -471,7 +471,7 @@ def send_file(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> DrainedFile:
-    """Sends the file that `offer` describes. Returns when the partner has verified its hash and flushed it to disk.
+    """Sends the file that `offer` describes. Returns when the partner has verified and flushed the copy to disk.
 
     It uses 1 MiB of memory.
 

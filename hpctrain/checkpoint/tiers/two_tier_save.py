@@ -67,7 +67,7 @@ _TOKEN_BYTES = 32
 class Tiers:
     """The two locations of a run's checkpoints, node storage and a shared folder. Create it with `open`.
 
-    It also connects this node to its partner node.
+    Also connects this node to its partner node.
 
     Attributes:
         shared: Directory of the finished checkpoints, which all nodes share.
@@ -206,8 +206,8 @@ class Tiers:
     def forget(self, *, from_step: int = 0, comm: Collective) -> None:
         """Removes the nodes' files of step `from_step` and later. Collective.
 
-        A run must call it if it starts from scratch, or resumes from an older checkpoint than the newest. Otherwise
-        its next start would recover steps that the run has discarded.
+        A run must call `forget` if it starts from scratch, or resumes from an older checkpoint than the newest.
+        Otherwise the next start of the run would recover steps that this start has discarded.
 
         Args:
             from_step: The first step to remove.

@@ -59,7 +59,7 @@ class LimitSettings:
     configured: Mapping[Section, float] = field(default_factory=dict)
 
     def limit_s(self, section: Section | None) -> float:
-        """Returns the limit of `section` in seconds. When it is over, the run always ends."""
+        """Returns the limit of `section` in seconds. The run always ends when this time is over."""
         return self.timeout_s if section is None else self.configured.get(section, self.timeout_s)
 
     def longer_by(self, seconds: float) -> LimitSettings:
@@ -98,7 +98,7 @@ class DerivedLimit:
 def derive_limit(
     section: Section, *, slowest_s: float, num_measured: int, settings: LimitSettings
 ) -> DerivedLimit | None:
-    """Returns the derived limit of a section; None if none can be derived, or if it is not less than `timeout_s`."""
+    """Returns the derived limit of a section; None if no limit below `timeout_s` can be derived."""
     rule = RULES.get(section)
     if (
         rule is None
@@ -205,7 +205,7 @@ class SectionLimits:
         self._measured[section].add(seconds)
 
     def slowest(self, section: Section) -> tuple[float, int]:
-        """Returns the slowest recent time, and the number of times of this attempt among which it is the slowest.
+        """Returns the slowest recent time, and the number of times of this attempt that were compared.
 
         The slowest time of earlier attempts is taken into account too.
         """
@@ -268,7 +268,7 @@ class SectionLimits:
     def first_limit_s(self) -> float:
         """Seconds of waiting after which a late rank may be judged as hung.
 
-        It is `wait_limit_s` if there is no derived limit.
+        Equal to `wait_limit_s` if there is no derived limit.
         """
         early = self.early
         return self.wait_limit_s if early is None else min(early.seconds, self.wait_limit_s)

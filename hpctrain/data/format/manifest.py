@@ -247,7 +247,7 @@ class Manifest(Model):
     def fingerprint(self) -> str:
         """Hash that identifies the dataset. It is the hash of the manifest, which contains all data hashes.
 
-        Statistics are not part of it.
+        Statistics are not part of the hash.
         """
         exclude: dict[str, Any] = {"statistics": True}
         # The fingerprint of an older version, which checkpoints contain, is without the keys that it did not have.

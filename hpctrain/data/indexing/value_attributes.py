@@ -48,7 +48,8 @@ class ValueMeaning:
         packing: Arguments of a `Packing`, such as scale, offset and missing values.
         mask: Path and member of the dataset that is nonzero where a value is missing. The member is None if the mask
             is a whole dataset. None: there is no mask.
-        said: What the attributes of the dataset, and other datasets of the file, state about it, one text each.
+        said: What the attributes of the dataset, and other datasets of the file, state about the dataset, one text
+            each.
         changes: True if the stored numbers are not the values, or if some of them stand for missing values.
         unseen_default: True if values can be missing only in records that were never written, and no such record was
             found.

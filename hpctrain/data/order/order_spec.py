@@ -189,7 +189,8 @@ class Strata:
 class StratifiedOrder:
     """Order of one epoch in which every range of positions has the classes in the proportions of the dataset.
 
-    `strata` are the samples by class. `at` computes one sort key per position, and a few more per class.
+    `strata` are the samples by class. `at` computes one sort key per position, and a few additional sort keys per
+    class.
     """
 
     strata: Strata

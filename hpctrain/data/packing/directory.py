@@ -89,8 +89,8 @@ def make_record(
 ) -> ShardRecord:
     """Returns the record of a shard that was just written.
 
-    `arrays` are the arrays of the shard by field name; statistics are computed of these. Do not pass token fields.
-    Fields with classes get no statistics.
+    `arrays` are the arrays of the shard by field name; statistics are computed of these arrays. Do not pass token
+    fields. Fields with classes get no statistics.
     """
     moments = {
         name: moments_of(array)

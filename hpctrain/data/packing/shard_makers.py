@@ -279,7 +279,8 @@ def make_shards(
 ) -> Iterator[ShardRecord]:
     """Writes the shards of one rank and yields their records.
 
-    A shard that an earlier packing with the same plan has finished is kept, if its content matches its record.
+    A shard that an earlier packing with the same plan has finished is kept, if the content of the shard matches its
+    record.
     """
     while (file := maker.begin()) is not None:
         record = read_record(directory, file, plan=plan)
@@ -308,7 +309,7 @@ def write_shards_together(
     """Runs the iterator `records` of every rank to the end, so that every rank writes its shards, one at a time.
 
     Collective over `comm`. Returns the file names of the shards of all ranks. If a rank has an error, all ranks raise
-    it after their current shard.
+    this error after their current shard.
     """
     mine: list[str] = []
     done = 0

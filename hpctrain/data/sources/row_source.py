@@ -78,7 +78,7 @@ class ArrayRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRows:
-    """Selected samples of another source, or all its samples in another order.
+    """Selected samples of another source, or all samples of that source in another order.
 
     `positions` contains the position of each sample in the other source: int64, shape (num_samples,). `choice`
     describes the selection, and becomes part of `identity`.

@@ -31,7 +31,7 @@ class Slot:
     offset, numel: position of the gradient in the bucket, and its number of elements.
     used_flag: position in the bucket of the parameter's flag, which is 1 if the rank had a gradient for the parameter.
     position: offset of the gradient in gradient space, the concatenation of all flattened parameters in the
-    optimizer's order. It does not depend on the buckets.
+    optimizer's order. The offset does not depend on the buckets.
     shape: shape of the gradient in memory order, outermost dimension first; empty if unknown.
     """
 
@@ -82,8 +82,8 @@ class GradientSpec:
 def sum_dtype(parameter: torch.dtype) -> torch.dtype:
     """Returns the dtype in which gradients of parameters of dtype `parameter` are summed over the ranks.
 
-    It is float64 for float64 (and complex128), and float32 for all other dtypes, because half-precision types lose bits
-    in each addition.
+    The result is float64 for float64 (and complex128), and float32 for all other dtypes, because half-precision types
+    lose bits in each addition.
     """
     return torch.float64 if parameter in (torch.float64, torch.complex128) else torch.float32
 

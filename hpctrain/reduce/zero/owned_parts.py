@@ -1,4 +1,4 @@
-"""The parts of the parameters that a rank owns: it sums their gradients, and its optimizer updates them."""
+"""The parts of the parameters that a rank owns: the rank sums their gradients, and its optimizer updates them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpctrain.reduce.zero.zero_reducer import Gathered
 
 @final
 class OwnedParts:
-    """Replaces the optimizer's parameters by this rank's parts of them, until `release`.
+    """Replaces each parameter of the optimizer by this rank's part of the parameter, until `release`.
 
     gradients: for each bucket, the tensor that receives this rank's share of the summed gradients: shape (share,),
     zeroed, in host memory.
@@ -79,7 +79,7 @@ class OwnedParts:
 
         Returns False if a sum overflows in the part's dtype (float16).
 
-        used: for each parameter, True if any rank used it.
+        used: for each parameter, True if any rank used the parameter.
         """
         finite = True
         for index, view in self._views.items():
@@ -168,7 +168,7 @@ class OwnedParts:
 
 
 def check_zero_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raises UsageError unless a rank can update its part of the parameters without the other parts."""
+    """Raises UsageError unless a rank can update its own part of the parameters without the parts of other ranks."""
     check_optimizer(optimizer, layout="optimizer")
     for parameter in parameters:
         if parameter.is_complex():

@@ -64,7 +64,9 @@ class _Planned:
 
 @final
 class ZeroReducer(TransportReducer):
-    """Sums units over all ranks: each rank gets the sum of its part. Gathers the parameters that the owners updated.
+    """Sums units over all ranks: each rank gets the sum of its part.
+
+    Also gathers the parameters that the owners of the parts have updated.
 
     Parameters are never encoded. See `TransportReducer` for the arguments.
     """
@@ -119,7 +121,8 @@ class ZeroReducer(TransportReducer):
         dtype, in host memory.
         gathered: for each unit, the functions that gather its parameters.
 
-        Raises BufferMismatch on every rank unless all ranks have the same plan; it names the ranks that differ.
+        Raises BufferMismatch on every rank unless all ranks have the same plan; the message names the ranks that
+        differ.
         """
         units, rank = plan.units, self._transport.rank
         num_slots = min(num_slots, len(units))

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class UncaughtErrors:
-    """Ends all ranks of a session after an error. `close` closes the session; it is collective."""
+    """Ends all ranks of a session after an error. `close` closes the session, and is collective."""
 
     def __init__(self, world: World, *, close: Callable[[], object]) -> None:
         self._world = world

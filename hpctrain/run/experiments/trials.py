@@ -57,7 +57,8 @@ def together(session: Any) -> Any:
 def sum_exactly(session: Any) -> None:
     """Makes the session's updaters sum gradients in their own dtype, by a fixed algorithm.
 
-    The updaters do not compare the ranks, since trials continue after a difference and the check finds where it starts.
+    The updaters do not compare the ranks, since trials continue after a difference, and the check finds where the
+    difference starts.
     """
     session.distributed_optimizer = partial(_exact_updater, session.distributed_optimizer)
 
@@ -68,7 +69,7 @@ def _exact_updater(make: Any, model: torch.nn.Module, *args: Any, **options: Any
 
 
 def sum_during_backward(session: Any) -> None:
-    """Makes updaters sum gradients on a thread during backward, even if ranks have no spare core for it."""
+    """Makes updaters sum gradients on a thread during backward, even if ranks have no spare core for this thread."""
     session.reductions.overlap = lambda *, spare_core: True
 
 
@@ -92,8 +93,8 @@ class Conditions:
         whole: Whether every rank computes all samples.
         seed_change: The number that is added to the generators' seed.
         stop_at: The number of steps after which the trial is stopped and resumed with a new model; None: not stopped.
-        carried: Which of the user's values that the checkpoint lacks the resumed trial gets from the stopped one:
-            `generator`: random number generators; `value`: all others; None: none.
+        carried: Which of the user's values that the checkpoint lacks are copied from the stopped trial to the resumed
+            trial. `generator`: random number generators; `value`: all other values; None: no values.
         stirred: How many numbers are drawn from each of the user's own generators before the first step.
     """
 
@@ -113,12 +114,12 @@ class Ran:
     """The result of a trial.
 
     Attributes:
-        trace: The record of all steps; if the trial was resumed, of the steps after that.
+        trace: The record of all steps; if the trial was resumed, of the steps after the resumption.
         began: The user's own state at the start.
         ended: The user's own state at the end.
         is_split: As in `Trial`.
         carried: The kinds of the values that were carried over into the resumed trial, by path.
-        schedulers: For a trial on all ranks, the values of its learning rate schedulers at the end, as text by path.
+        schedulers: For a trial on all ranks, the values of the learning rate schedulers at the end, as text by path.
         no_storage: The error to show to the user if checkpoints could not be written or read; None otherwise.
     """
 
@@ -184,7 +185,7 @@ class Trials:
             yield
 
     def run(self, conditions: Conditions) -> Ran:
-        """Trains under the conditions. An error that ends the training is recorded in the trace.
+        """Runs one trial under the conditions. An error that ends the training is recorded in the trace.
 
         Raises CheckpointError on every rank if the storage fails while a trial is stopped and resumed.
         """

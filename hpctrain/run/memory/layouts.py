@@ -28,7 +28,7 @@ def ways_to_split(
     stages_of_parts: Sequence[tuple[int, int]] = (),
     offload: bool = False,
 ) -> list[ParallelPlan]:
-    """Returns the ways to split a model, those that usually cost least time first.
+    """Returns the ways to split a model over the ranks. Ways that usually cost least time come first.
 
     Args:
         tensor_plan: The task's plan for splitting layers; None: the layers cannot be split.
@@ -207,7 +207,7 @@ def layout_name(plan: ParallelPlan) -> str:
 
 
 def family_of(plan: ParallelPlan) -> tuple[object, ...]:
-    """Returns a key that is equal for ways that differ only in activation checkpointing and schedule."""
+    """Returns a key that is equal for plans that differ only in activation checkpointing and schedule."""
     return tuple(getattr(plan, key) for key in FAMILY_KEYS)
 
 

@@ -91,7 +91,7 @@ BINDS_FROM = 0.02  # a resource limits the step if the step would be shorter by 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Horovod's own fusion: every `cycle_s` seconds it joins the gradients that are ready, up to `num_bytes`."""
+    """Horovod's own fusion: every `cycle_s` seconds Horovod joins the gradients that are ready, up to `num_bytes`."""
 
     num_bytes: float
     cycle_s: float

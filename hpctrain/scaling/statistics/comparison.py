@@ -147,8 +147,8 @@ class FigureComparison:
 
     Attributes:
         ratio: The ratio new / old, with its interval.
-        p_fell: The one-sided p-value of a decrease, adjusted for all figures.
-        p_rose: The one-sided p-value of an increase, adjusted for all figures.
+        p_fell: The one-sided p-value of a decrease, adjusted for the number of figures.
+        p_rose: The one-sided p-value of an increase, adjusted for the number of figures.
         noise: The relative standard deviation of one repeat.
         detectable: The relative decrease that a comparison with this noise and number of repeats finds in 95% of cases
             (normal theory, without the adjustment for several figures).

@@ -67,8 +67,8 @@ Stateful: TypeAlias = HasStateDict | torch.Generator
 def check_also(also: Mapping[str, Stateful | None]) -> None:
     """Raises an error if `also` cannot be saved. Not collective.
 
-    Raises UsageError for an invalid name or object. Raises CheckpointError for a state that cannot be stored; it names
-    the place in the state and the type.
+    Raises UsageError for an invalid name or object. Raises CheckpointError for a state that cannot be stored; the
+    message names the place in the state and the type.
 
     also: the user's objects by name; None in place of an object that is not saved.
     """

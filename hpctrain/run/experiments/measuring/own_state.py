@@ -51,7 +51,7 @@ class GeneratorWatch:
 
 
 class NoDropout(TorchFunctionMode):
-    """Makes dropout, including that of attention, return its input and draw no numbers within the `with` block."""
+    """Within the `with` block, makes dropout (also in attention) return its input and draw no random numbers."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -312,7 +312,7 @@ def variables_of_module(value: Any) -> Variables | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnState:
-    """The values that `find_places` finds at one moment, by path.
+    """The user's own values at one moment, by path, at the places that `find_places` finds.
 
     Attributes:
         values: Copies of the values.
@@ -338,7 +338,7 @@ class OwnState:
         return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
 
     def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:
-        """Copies the values at `paths` into the objects `roots` of another trial. Returns how many were copied."""
+        """Copies the values at `paths` into the objects `roots` of another trial. Returns the number of copies."""
         places = find_places(roots)
         count = 0
         for path in paths:

@@ -1,4 +1,7 @@
-"""Records trials step by step (losses, samples, gradients, parameters, buffers, random numbers), and compares them."""
+"""Records trials step by step (losses, samples, gradients, parameters, buffers, random numbers), and compares trials.
+
+A trial is one run of the checked training, for a few steps, under chosen conditions.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ class StepTrace:
 class Failure:
     """An error that ended a trial.
 
-    kind: the name of the error's class. step: the step, from 1; 0: while the trial was built.
+    kind: the name of the error's class. step: the step, from 1; 0: while the trial's model and optimizer were built.
     """
 
     kind: str
@@ -96,7 +99,7 @@ class RunTrace:
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor without its graph. If the tensor is sharded, it is gathered, which is collective."""
+    """Returns the tensor, detached. Collective for a sharded tensor, which is gathered."""
     tensor = tensor.detach()
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
@@ -176,7 +179,7 @@ class StepRecorder:
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[list[float]]:
-        """Records the step that the `with` block trains on `batch`. The block appends its loss to the yielded list."""
+        """Records the step that the `with` block trains on `batch`. The block appends the loss to the yielded list."""
         self._own, self._before, self._gradients, self._options = {}, None, None, []
         rows = self._trial.rows(batch)
         losses: list[float] = []
@@ -233,16 +236,17 @@ class FirstDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialComparison:
-    """The comparison of a trial with a reference that it should equal.
+    """The comparison of a trial with a reference trial that should give the same results.
 
     Attributes:
         first: The first difference of each kind.
         worst: The largest relative difference, even if below the tolerance.
-        factor: The common factor of all gradients of the first step, relative to the reference; None if there is none.
-        failure: Text of the error that ended the trial but not the reference; None if there is none.
+        factor: The common factor of all gradients of the first step, relative to the reference; None if they have no
+            common factor.
+        failure: Text of the error that ended the trial but not the reference; None if no such error occurred.
         steps: The number of steps of the trial.
-        applied: The number of these steps in which the trial called the optimizer.
-        expected: The number of these steps in which the reference called the optimizer.
+        applied: The number of steps in which the trial called the optimizer.
+        expected: The number of steps in which the reference called the optimizer.
     """
 
     first: Mapping[str, FirstDifference]
