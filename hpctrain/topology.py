@@ -251,7 +251,7 @@ class ParallelMesh:
         return Axis("pipeline", tuple(grid[:, node, local, tensor].tolist()), stage)
 
     def tensor_axis(self, rank: int) -> Axis:
-        """Returns the tensor group of `rank` as an axis. Its `index` is the index of `rank` in the group."""
+        """Returns the tensor group of `rank` as an axis. `index` of the axis is the index of `rank` in the group."""
         group = next(group for stage in self.ranks for node in stage for group in node if rank in group)
         return Axis("tensor", group, group.index(rank))
 

@@ -80,7 +80,7 @@ def _blocks_in(module: nn.Module, *, prefix: str) -> list[tuple[str, nn.Module]]
 def tied_across(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[str, str]]:
     """Returns the parameters that are shared by two blocks, or by a block and a module outside all blocks.
 
-    Each is a pair of the two names of the parameter.
+    Each entry is a pair: the two names of one parameter.
     """
     first: dict[int, tuple[str, str]] = {}
     pairs = []

@@ -138,7 +138,7 @@ class ShardedPasses:
     def without_sums(self) -> Iterator[None]:
         """Within the `with` block, backward only adds up whole gradients on each rank.
 
-        The next backward outside of the block sums them over the ranks.
+        The next backward outside of the block sums these gradients over the ranks.
         """
         before, self._sums = self._sums, False
         self._may_hold_gradients = True
@@ -283,7 +283,7 @@ def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
 
 
 def start_group_sum(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work:
-    """Starts the sum with an operation of the process group. It is a `StartSum`. Collective."""
+    """Starts the sum with an operation of the process group. Implements `StartSum`. Collective."""
     work = dist.reduce_scatter_single(out, values, group=group, op=dist.ReduceOp.SUM, async_op=True)
     assert work is not None
     return work

@@ -57,7 +57,7 @@ _GATHERED_ELEMS = 1 << 20
 
 
 def op_name(op: object) -> str:
-    """Returns the name of a `torch.distributed.ReduceOp`. Raises UsageError for one that is not supported."""
+    """Returns the name of a `torch.distributed.ReduceOp`. Raises UsageError for an unsupported operation."""
     for known, name in _NAMES.items():
         if op == known:
             return name

@@ -269,7 +269,7 @@ class Pipeline:
     # ------------------------------------------------------------------ what a checkpoint needs
 
     def saves(self, name: str) -> bool:
-        """Returns True if this rank saves the parameter or buffer `name`. Exactly one rank saves each of them."""
+        """Returns True if this rank saves the parameter or buffer `name`. Exactly one rank saves each name."""
         return self.replicas.rank == 0 and self._first_stage.get(name, 0) in self._own
 
     def is_elsewhere(self, name: str) -> bool:
@@ -305,8 +305,8 @@ class Pipeline:
         Collective over the world.
 
         inputs: the inputs of the first stage, shape (micro_batches * rows, ...). Ranks without the first stage pass any
-        tensor of the same shape and dtype, such as one on the meta device. loss_of: called for each micro-batch on the
-        rank with the last stage. Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
+        tensor of the same shape and dtype, such as a tensor on the meta device. loss_of: called for each micro-batch on
+        the rank with the last stage. Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
         """
         kinds = self._kinds_for(inputs, parts=self._plan.micro_batches)
         if self._scheduled != kinds:

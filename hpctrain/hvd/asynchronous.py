@@ -150,7 +150,7 @@ def start_all_reduce(
 ) -> CollectiveWork:
     """Starts an all-reduce of dense tensors, in place. Tensors of the same dtype and device are sent as one buffer.
 
-    behind: whether the caller continues at once; otherwise the operation has ended when the function returns.
+    behind: True: the function returns at once. False: the operation has ended when the function returns.
     """
     _check_dense(tensors, titled("allreduce", name))
     alike: dict[tuple[str, torch.device], list[torch.Tensor]] = {}

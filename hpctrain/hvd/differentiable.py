@@ -1,7 +1,7 @@
 """Horovod's operations that wait for their result. All are collective over the process set.
 
-Gradients flow through the operations that are not in place. As in Horovod, they are the gradients of a loss that is the
-mean over the ranks, and backward is collective.
+Gradients flow through the operations that are not in place. As in Horovod, these are the gradients of a loss that is
+the mean over the ranks, and backward is collective.
 """
 
 from __future__ import annotations

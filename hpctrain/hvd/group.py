@@ -244,7 +244,7 @@ class Group:
 def join_all(groups: Sequence[Group]) -> int:
     """Joins in several groups of the same ranks at once. Returns the world rank that joined last. Collective.
 
-    The rank that had started the most operations counts as the last; of several such ranks, the highest one.
+    The rank that had started the most operations counts as the last; of several such ranks, the highest rank.
     """
     first = groups[0]
     for group in groups:

@@ -75,7 +75,7 @@ def parse_algorithm(name: str) -> Algorithm:
 def choose_algorithm(
     asked: Algorithm, *, wire: str, capabilities: Capabilities, sums_itself: bool = False
 ) -> AlgorithmChoice:
-    """Returns the algorithm that runs if `asked` is requested: itself, or the fallback with the reason.
+    """Returns the algorithm that runs if `asked` is requested: `asked`, or its fallback with the reason.
 
     sums_itself: True if the reducer computes the sums in hpctrain. Algorithms that use the backend's own sums are then
     never the fallback.

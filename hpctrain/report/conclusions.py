@@ -52,7 +52,10 @@ def stage_seconds(run: RunData) -> list[float]:
 
 
 def by_axis(run: RunData) -> Table | None:
-    """Returns the times of each pipeline stage and of each index in a tensor group; None for runs without either."""
+    """Returns the times of each pipeline stage and of each index in a tensor group.
+
+    Returns None if the run has neither a pipeline nor tensor groups, or if the times are unknown.
+    """
     if run.times is None:
         return None
     rows = [
@@ -145,7 +148,7 @@ class ReductionLimit:
 
     @property
     def times_least(self) -> float | None:
-        """The measured time divided by the lower bound. It can be below 1, since caches are faster than memory."""
+        """The measured time divided by the lower bound. Can be below 1, since caches are faster than memory."""
         return self.measured_s / self.least_s if self.measured_s is not None and self.least_s else None
 
 

@@ -37,7 +37,7 @@ class Energy:
 
     @classmethod
     def of(cls, records: Sequence[tuple[int, Record]]) -> Energy | None:
-        """Returns the sum of records of the kind `energy`, given as (rank, record); None if there are none."""
+        """Returns the sum of records of the kind `energy`, given as (rank, record); None without records."""
         if not records:
             return None
         joules: dict[str, float] = {}

@@ -158,7 +158,7 @@ class Divergence:
         """Continues after a roll-back, with a lower learning rate.
 
         saved: guard state in the checkpoint that was restored.
-        step: step of that checkpoint.
+        step: step of the restored checkpoint.
         """
         lr_factor, num_roll_backs = self.lr_factor * self._limits.lr_factor, self.num_roll_backs + 1
         self.load_state(saved)

@@ -37,7 +37,9 @@ class GroupLimit:
 
 
 def read_group_limit(root: Path = Path("/")) -> GroupLimit | None:
-    """Returns the smallest memory limit of this process's control groups; None if none is below the machine's memory.
+    """Returns the smallest memory limit of this process's control groups.
+
+    Returns None if no limit is below the machine's memory.
 
     root: directory that contains `proc` and `sys`.
     """

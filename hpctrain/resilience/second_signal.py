@@ -49,7 +49,7 @@ def _library() -> Any:
 
 @final
 class SecondSignal:
-    """The C thread. It reads signal numbers from the file `reader` and passes each on to `self.reader` as a byte.
+    """The C thread, which reads signal numbers from the file `reader`, and passes each on to `self.reader` as a byte.
 
     handled: signals that ask for a stop.
     same_request_s: a signal that arrives at least this many seconds after the first one is a second request.

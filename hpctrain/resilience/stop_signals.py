@@ -74,7 +74,7 @@ class _Leave:
 def release_signals() -> None:
     """Delivers the signals held back by `hold_signals`, or by a launcher (`env --block-signal`).
 
-    It also undoes `let_stop_end`, if no other handler has been installed since.
+    Also undoes `let_stop_end`, if no other handler has been installed since.
     """
     for number in _all():
         if isinstance(signal.getsignal(number), _Leave):

@@ -177,8 +177,7 @@ class WallClock:
     Args:
         ends: Limits that are known at start.
         slurm_end_s: End of the Slurm job to assume until Slurm answers, in seconds since 1970; None if unknown.
-        ask: Function that asks Slurm. It is called in a thread, at once and then every few minutes. None: Slurm is
-            not asked.
+        ask: Function that asks Slurm, called in a thread, at once and then every few minutes. None: Slurm is not asked.
     """
 
     def __init__(

@@ -434,7 +434,8 @@ def checkpoint_directory(recipe: Recipe) -> Path:
 def reduction_plan(recipe: Recipe) -> ReductionRequest:
     """Returns the reduction that the section [reduction] asks for.
 
-    If the section fixes only the algorithm or only the wire format, the other one is chosen by measurement.
+    If the section fixes only the algorithm, the wire format is chosen by measurement; if it fixes only the wire format,
+    the algorithm is.
     """
     section = recipe.reduction
     return ReductionRequest(
@@ -517,7 +518,7 @@ def build_straggler_watch(
 ) -> StragglerWatch | None:
     """Returns the watch that finds slow ranks; None if `stragglers.find` is false or there is one rank.
 
-    probe: the measurement of the nodes before training; None if there was none.
+    probe: the measurement of the nodes before training; None if nodes were not measured.
     """
     section = recipe.stragglers
     if not section.find or session.world_size == 1:

@@ -60,7 +60,7 @@ def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | 
 def set_aside_newer(checkpoints: Path, *, step: int, comm: Collective) -> Path | None:
     """Moves checkpoints of steps after `step` into the new folder `previous-N` next to `checkpoints`. Collective.
 
-    Returns that folder; None if there are no such checkpoints.
+    Returns the new folder; None if there are no such checkpoints.
     """
 
     def move() -> str | None:

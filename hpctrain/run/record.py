@@ -278,8 +278,8 @@ def seconds_of_all(
 ) -> tuple[list[str], NDArray[np.float64]]:
     """Returns the names that occur on any rank, sorted, and the seconds of all ranks. Collective.
 
-    The seconds are float64, shape (ranks, names). If a rank lacks a name, they are 0. Each rank receives 8 bytes per
-    name and rank.
+    The seconds are float64, shape (ranks, names). If a rank lacks a name, its seconds for this name are 0. Each rank
+    receives 8 bytes per name and rank.
     """
     different, _ = all_gather_distinct(comm, sorted(seconds))
     names = sorted({name for found in different for name in found})

@@ -59,7 +59,7 @@ class Reductions:
     def make(
         self, plan: ReductionRequest, *, gradient_bytes: int, shard: ShardKind = "none", computes: bool = True
     ) -> Reduction:
-        """Returns a reduction for the buckets of one updater. Its memory is freed by `close`. Collective.
+        """Returns a reduction for the buckets of one updater. `close` frees the memory of the reduction. Collective.
 
         Args:
             gradient_bytes: The size of one rank's gradients.

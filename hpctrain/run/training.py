@@ -161,7 +161,7 @@ def carry_out(
     """Trains `task` as `recipe` says on the ranks of an open session. Returns the summary. Collective.
 
     Args:
-        commit: The commit of the user's working directory, for the record; rank 0's is written.
+        commit: The commit of the user's working directory, for the record; the commit of rank 0 is written.
         save_signal: The signal that requests a checkpoint, as the file `save-now` in the run directory does.
         clock: The clock of the run's time limit, on rank 0; None on other ranks.
     """

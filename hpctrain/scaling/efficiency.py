@@ -117,10 +117,10 @@ class Scaling:
     """A run compared with a reference, usually on fewer ranks.
 
     Attributes:
-        computation: The computing time per sample, summed over all ranks, of the reference divided by that of this run.
+        computation: The computing time per sample, summed over all ranks: the reference's divided by this run's.
         global_efficiency: Parallel efficiency x share of computing x computation scaling, that is, the computing time
             that the reference needs for this run's samples, divided by the time of all ranks.
-        relative_speed: The samples/s per rank of this run divided by those of the reference.
+        relative_speed: The samples/s per rank of this run divided by the samples/s per rank of the reference.
     """
 
     computation: float
@@ -226,7 +226,9 @@ class StepTimes:
 
 
 def own_times(times: StepTimes) -> Times:
-    """Returns each rank's time without communication between the ends of two reductions, shape (ranks, steps).
+    """Returns each rank's time, without communication, from the end of one reduction to the end of the next.
+
+    The shape is (ranks, steps).
 
     If the previous step has no record, the time starts at the start of the step.
     """

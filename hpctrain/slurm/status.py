@@ -157,7 +157,7 @@ class RunStatus:
 def newest_job(queued: Sequence[Job], past: Sequence[Job] | None) -> Job | None:
     """Returns the job to report: the oldest job that runs, or else the oldest job that waits.
 
-    Later jobs wait for that job. If all jobs have ended, returns the last one; None if there is no job.
+    Later jobs wait for that job. If all jobs have ended, returns the last job; None if there is no job.
     """
     active = [job for job in queued if not job.ended]
     if active:

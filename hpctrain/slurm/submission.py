@@ -468,7 +468,7 @@ class Resized:
     """Result of `resize`.
 
     submission: the job that continues the run.
-    replaced: ids of the jobs that end before that job starts; empty if the present job itself shrinks.
+    replaced: ids of the jobs that end before the job of `submission` starts; empty if the present job itself shrinks.
     """
 
     submission: Submission

@@ -70,7 +70,7 @@ class Holder:
 
     @classmethod
     def from_json(cls, value: Any) -> Holder:
-        """Decodes a holder. Raises KeyError, TypeError or ValueError if `value` is not one."""
+        """Decodes a holder. Raises KeyError, TypeError or ValueError if `value` does not describe a holder."""
         return cls(**{f.name: type_of(value[f.name]) for f, type_of in zip(fields(cls), _TYPES, strict=True)})
 
     def has_ended(self, *, seen_by: Holder) -> bool | None:
@@ -178,7 +178,7 @@ _lost: set[tuple[object, ...]] = set()
 
 @dataclass(frozen=True, slots=True)
 class LeaseLocation:
-    """Where the lease files of a directory are: their folder and the prefix of their names.
+    """Where the lease files of a directory are: the folder of these files, and the prefix of the file names.
 
     `subject` is the directory itself, for messages.
     """

@@ -70,7 +70,7 @@ def num_rounds(num_nodes: int) -> int:
 
 
 def chosen_rounds(num_nodes: int, *, at_most: int | None) -> Sequence[int]:
-    """Returns the indices of the rounds to measure: all, or `at_most` of them, evenly spread. Pure."""
+    """Returns the indices of the rounds to measure: all rounds, or `at_most` rounds, evenly spread. Pure."""
     total = num_rounds(num_nodes)
     if at_most is None or total <= at_most:
         return range(total)

@@ -48,7 +48,7 @@ class NodeLink:
     bytes_per_s: median bandwidth over the partner nodes.
     latency_s: median latency over the partner nodes, in seconds.
     slowest_partner: index of the partner node with the lowest bandwidth.
-    slowest_bytes_per_s: bandwidth between the node and that partner.
+    slowest_bytes_per_s: bandwidth between the node and its slowest partner.
     """
 
     bytes_per_s: float

@@ -233,7 +233,7 @@ class SlowRankLimits:
 def lower_median(values: Numbers) -> Numbers:
     """Returns the median along the first axis; for an even number of values, the lower of the two middle values.
 
-    So with two ranks, the time of the faster rank is the usual one.
+    So with two ranks, the time of the faster rank is the usual time.
     """
     middle: Numbers = np.partition(values, (len(values) - 1) // 2, axis=0)[(len(values) - 1) // 2]
     return middle
@@ -317,7 +317,7 @@ class _Streaks:
 
 @final
 class SlowRanks:
-    """Names slow ranks: when they become slow, and when they are no longer slow."""
+    """Finds slow ranks: reports when ranks become slow, and when they are no longer slow."""
 
     def __init__(self, topology: Topology, *, limits: SlowRankLimits = SlowRankLimits()) -> None:
         num = topology.num_ranks

@@ -1,6 +1,6 @@
 """The ledger of attempts: one JSON line per start of the ranks by `hpctrain supervise`, in the file `attempts.jsonl`.
 
-Only the supervisor writes this file. It replaces the whole file each time, so that readers never see half a line; this
+Only the supervisor writes this file. Each time the whole file is replaced, so that readers never see half a line; this
 costs little, since a run has few attempts. `docs/metrics.md` describes the fields. `RunProgress` reads from the run
 directory how far an attempt has come.
 """
@@ -205,7 +205,7 @@ class RunProgress:
 
     @classmethod
     def of_all(cls, directory: Path, *, checkpoints: Path) -> RunProgress:
-        """Returns the progress of an attempt that has ended. It includes everything that the directory records."""
+        """Returns the progress of an attempt that has ended, from everything that the directory records."""
         progress = cls(directory, checkpoints=checkpoints)
         for content in (progress._starts, progress._steps, progress._ending):
             content.forget()
@@ -236,7 +236,7 @@ class RunProgress:
         return step_of(paths[0]) if paths else None
 
     def announced_ending(self) -> str | None:
-        """Returns the reason that a rank announced for the end of the run (`watch/ending.json`); None if none did."""
+        """Returns the reason that a rank announced for the end of the run (`watch/ending.json`); else None."""
         try:
             ending = json.loads(self._ending.read(_TAIL_BYTES))
             return f"hpctrain: rank {ending['rank']} on {ending['host']} ends the run: {ending['reason']}"

@@ -256,7 +256,7 @@ class EnergyMeter:
         self._thread.start()
 
     def take(self) -> list[dict[str, Any]]:
-        """Returns the records of the readings since the last call. Their fields are described in docs/metrics.md."""
+        """Returns the records of the readings since the last call, with the fields that docs/metrics.md describes."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:

@@ -37,7 +37,7 @@ class RunDirectory:
         return found
 
     def starts(self) -> list[Document]:
-        """Returns the lines of starts.jsonl, oldest first; none if training has never begun."""
+        """Returns the lines of starts.jsonl, oldest first; empty if training has never begun."""
         path = self.path / "starts.jsonl"
         try:
             return list(read_records(path))

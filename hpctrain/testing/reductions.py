@@ -127,7 +127,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 
 def some_values(numel: int, *, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
-    """Returns random values, shape (numel,). They are normally distributed, with another scale in each block.
+    """Returns normally distributed random values, shape (numel,), with another scale in each block.
 
     spread: standard deviation of the logarithm of the scales.
     """

@@ -1,4 +1,4 @@
-"""Follows a run directory. Each refresh reads only what was written since the previous one."""
+"""Follows a run directory. Each refresh reads only what was written since the previous refresh."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ _RECORDS = re.compile(r"rank-(\d+)\.jsonl")
 class RunFollower:
     """Follows one run.
 
-    A refresh opens one file per followed rank and seven other files, and reads only what is new. It lists the folder of
-    the checkpoints only if that folder has changed. Raises UsageError if the directory is not a run directory.
+    A refresh opens one file per followed rank and seven other files, and reads only what is new. The folder of the
+    checkpoints is listed only if that folder has changed. Raises UsageError if the directory is not a run directory.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -57,9 +57,9 @@ class StragglerWatch:
 
     Args:
         window_s: The shortest duration of a window, in seconds.
-        limits: The limits for naming slow ranks.
+        limits: The limits for reporting ranks as slow.
         probes: True to measure the links when communication has become slow.
-        before: The links as measured at the start of the run; None if they were not measured.
+        before: The links as measured at the start of the run; None if links were not measured.
         directory: The run directory. Its file `slow.json` lists what is slow now.
     """
 
@@ -97,7 +97,7 @@ class StragglerWatch:
     def votes(self) -> dict[str, float]:
         """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
 
-        They are 0 on all ranks except rank 0.
+        The numbers are 0 on all ranks except rank 0.
         """
         if self._world.rank != 0:
             return {WINDOW_ENDS: 0.0, "probe_links": 0.0}

@@ -68,7 +68,7 @@ def bound_bytes(num_elements: int, *, wire: str, num_nodes: int) -> float | None
 
 
 def bound_seconds(num_elements: int, *, wire: str, num_nodes: int, link_bytes_per_s: float) -> float | None:
-    """Returns the seconds that `bound_bytes` take over one node's link; None if that bound is None or 0."""
+    """Returns the seconds that `bound_bytes` take over one node's link; None if `bound_bytes` is None or 0."""
     least = bound_bytes(num_elements, wire=wire, num_nodes=num_nodes)
     return None if not least else least / link_bytes_per_s
 
@@ -78,7 +78,7 @@ def bound_seconds(num_elements: int, *, wire: str, num_nodes: int, link_bytes_pe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One combination to measure. `num_bytes` is the size of the float32 gradients."""
+    """One combination of algorithm, wire format and size to measure. `num_bytes`: the size of the float32 gradients."""
 
     algorithm: str
     wire: str

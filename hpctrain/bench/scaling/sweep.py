@@ -294,7 +294,7 @@ def check_same_sweep(
     commit: str | None,
     machine: Mapping[str, Any],
 ) -> None:
-    """Raises UsageError if further runs would not belong to the same measurement as those of `previous`."""
+    """Raises UsageError if further runs would not belong to the same measurement as the runs of `previous`."""
     changed = [
         name
         for name in SweepSettings.model_fields

@@ -1,4 +1,4 @@
-"""Chooses how a checkpoint's bytes are written: the requested engine, or the faster one, the same on all ranks.
+"""Chooses how a checkpoint's bytes are written: the requested or the faster engine, the same on all ranks.
 
 "auto" decides by the kind of the filesystem, by what the ranks' MPI supports, and on shared filesystems by a
 measurement.

@@ -74,7 +74,7 @@ def set_stripes(path: Path, *, stripes: Stripes, filesystem: Filesystem) -> str 
 def alignment_of(filesystem: Filesystem) -> int:
     """Returns the alignment of large datasets in bytes: a page, or on Lustre the stripe size that `set_stripes` sets.
 
-    Align only datasets of at least this size, since each smaller one would waste a stripe.
+    Align only datasets of at least this size, since each smaller dataset would waste a stripe.
     """
     if not filesystem.is_lustre:
         return PAGE_BYTES

@@ -34,7 +34,7 @@ _PART_MAGIC = b"hpctrain checkpoint part\n"
 class Seal:
     """Content of the commit header of a main file.
 
-    Its hashes, together with those of the extents in the metadata, cover every byte of the file.
+    The hashes in the header, together with the hashes of the extents in the metadata, cover every byte of the file.
 
     Attributes:
         metadata_offset: File offset of the metadata, in bytes.
@@ -59,7 +59,7 @@ class UnknownFormatError(CheckpointError):
 def encode_seal(seal: Seal) -> bytes:
     """Returns the commit header as a block of SEAL_BYTES bytes.
 
-    It consists of a magic line, a line of JSON, the hash of both lines, and zeros.
+    The block consists of a magic line, a line of JSON, the hash of both lines, and zeros.
     """
     values = {
         "format": FORMAT_VERSION,

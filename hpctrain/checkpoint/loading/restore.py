@@ -1,4 +1,4 @@
-"""Loads tensors from a checkpoint: from a given one or from the newest undamaged one, all tensors or some."""
+"""Loads all tensors, or some, from a given checkpoint or from the newest undamaged checkpoint."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def newest_that(
 ) -> T | None:
     """Calls `read` with the newest checkpoint, then with older ones until `read` succeeds. Collective.
 
-    Returns the result of `read`; None if there is no checkpoint. `read` is collective and must raise on all ranks or on
+    Returns what `read` returned; None if there is no checkpoint. `read` is collective and must raise on all ranks or on
     none. The skipped checkpoints are appended to `rejected`. Raises CheckpointError on every rank if there are
     checkpoints but `read` raises for each of them; UnknownFormatError and DoesNotFitError are raised at once.
     """

@@ -46,7 +46,7 @@ class EvenShards(Sequence[Sequence[Header]]):
     """The shards of all ranks, as headers, if every rank holds the same number n of rows of a tensor, in rank order.
 
     Rank r then holds rows n r to n (r + 1) - 1. The states of the ranks' random generators are an example. Such
-    shards need no check, and a rank needs to know only those of the first rank.
+    shards need no check, and a rank needs to know only the shards of the first rank.
     """
 
     first: tuple[Header, ...]

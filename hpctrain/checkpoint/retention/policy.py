@@ -60,7 +60,7 @@ class Best:
     def among(self, quality: Mapping[int, float]) -> int | None:
         """Returns the step with the best value.
 
-        If several steps have the best value, the oldest of them is returned. NaN is never the best.
+        If several steps have the best value, the oldest of these steps is returned. NaN is never the best.
 
         Args:
             quality: The metric's value by step.

@@ -68,7 +68,7 @@ class Held:
 def run_key(shared: Path) -> str:
     """Returns the name of the run's folder on every node.
 
-    It depends only on the path of the shared checkpoint directory.
+    The name depends only on the path of the shared checkpoint directory.
     """
     resolved = os.path.realpath(shared)
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(Path(resolved).parts[-2:])).strip("-")[:60]

@@ -126,8 +126,8 @@ def _connect_to(
 def accept(connection: socket.socket, *, node: str, token: bytes, timeout_s: float) -> None:
     """Does the server's side of the handshake in `connect`. Raises PartnerError or OSError.
 
-    It takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the client sends. Later waits
-    on the connection are limited to `timeout_s` seconds each.
+    The handshake takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the client sends.
+    Later waits on the connection are limited to `timeout_s` seconds each.
     """
     within_s = min(timeout_s, HANDSHAKE_WITHIN_S)
     deadline = time.monotonic() + within_s

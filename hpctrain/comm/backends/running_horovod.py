@@ -86,7 +86,7 @@ def has_groups(environ: Mapping[str, str]) -> bool:
 
 
 def nccl_asked(environ: Mapping[str, str]) -> str | None:
-    """Returns the key of `NCCL_VARIABLES` that is switched on in `environ`, parsed as Horovod does; None if none is."""
+    """Returns the key of `NCCL_VARIABLES` that is switched on in `environ`, parsed as Horovod does; else None."""
     for name, variable in NCCL_VARIABLES.items():
         digits = environ.get(variable, "").strip()
         if digits.lstrip("+").isdecimal() and int(digits) > 0:

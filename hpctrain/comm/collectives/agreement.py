@@ -201,10 +201,10 @@ def on_rank_0(
 def check_same(
     comm: Collective, *, name: str, value: Any, error: type[HpctrainError] = CommunicationError
 ) -> None:
-    """Raises `error` on every rank unless `value` is equal on all of them. Collective.
+    """Raises `error` on every rank unless `value` is equal on all ranks. Collective.
 
-    The message names the ranks that differ from the majority. If several values are equally frequent, the one that
-    occurs on the lowest rank counts as the majority's. `value` must be convertible to JSON.
+    The message names the ranks that differ from the majority. If several values are equally frequent, the value of the
+    lowest rank counts as that of the majority. `value` must be convertible to JSON.
 
     name: description of `value` for the message.
     """

@@ -277,7 +277,7 @@ class SectionLimits:
     def early(self) -> DerivedLimit | None:
         """Derived limit of a wait in the current section.
 
-        It is None if no limit could be derived yet, or if a late rank may be in a section that has no derived limit, or
+        None if no limit could be derived yet, or if a late rank may be in a section that has no derived limit, or
         outside of all sections.
         """
         return self.derived(self._now) if all(section in RULES for section in self._open()) else None

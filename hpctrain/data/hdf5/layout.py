@@ -59,7 +59,7 @@ def members_of(kind: h5py.h5t.TypeCompoundID) -> dict[str, h5py.h5t.TypeID]:
 def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.TypeID:
     """Returns the HDF5 type of the numbers in elements of type `kind`, or with `member` in a member of a compound.
 
-    For array types and types of variable length this is their base type.
+    For array types and types of variable length, the result is the base type.
     """
     from h5py import h5t
 

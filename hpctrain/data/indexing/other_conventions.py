@@ -95,7 +95,7 @@ def said_by_attributes(
 def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
     """Returns what other datasets and groups state about the scale of the dataset at `path`, by NeXus, NWB and ODIM.
 
-    The result is a list of texts. It is empty if they state nothing.
+    The result is a list of texts, which is empty if nothing is stated.
     """
     import h5py
 
@@ -149,8 +149,8 @@ def _said_by_odim(file: h5py.File, group: str) -> list[str]:
 def pandas_kind(attributes: Mapping[str, Any], names: Iterable[str], member: str | None) -> str:
     """Returns what the attributes of pandas state about a column of integers.
 
-    The result is "category", a dtype such as "datetime64[ns]", or "" if they state neither. `names` are the names of
-    the attributes, and `member` is the column of a table, or None.
+    The result is "category", a dtype such as "datetime64[ns]", or "" if the attributes state neither. `names` are the
+    names of the attributes, and `member` is the column of a table, or None.
     """
     if member is None:
         kind = text_of(attributes["value_type"]) if "value_type" in names else ""

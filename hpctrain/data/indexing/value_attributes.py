@@ -86,7 +86,7 @@ class _Unclear(Exception):
 
 
 def place_of_values(file: h5py.File, path: str) -> str:
-    """Returns the path of the dataset that contains the values. It is `path` unless `path` is a group of anndata.
+    """Returns the path of the dataset that contains the values: `path`, unless `path` is a group of anndata.
 
     anndata stores a nullable array, or a column of categories, as a group that contains a dataset of values or codes.
     """

@@ -33,7 +33,7 @@ CONTENT_DIFFERS = "the content differs from its hash"
 class Block:
     """One hashed block: the bytes start to stop - 1 of a field in a shard, in little-endian row-major form.
 
-    `shard` is the index of the shard in the manifest, and `index` that of the block in the field.
+    `shard` is the index of the shard in the manifest, and `index` is the index of the block in the field.
     """
 
     shard: int

@@ -369,7 +369,7 @@ class Loader:
 
     @property
     def num_positions(self) -> int:
-        """Number of samples per epoch, over all ranks: that of the dataset, except for `Weighted` orders."""
+        """Number of samples per epoch, over all ranks: all samples of the dataset, except for `Weighted` orders."""
         return self.order.num_positions(num_samples=self.dataset.num_samples)
 
     @property
@@ -485,7 +485,7 @@ class Loader:
         return iter(self.epoch(self.current_epoch, start=self.position))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last returned batch, as JSON values. It is the same on every rank."""
+        """Returns the position after the last returned batch, as JSON values, the same on every rank."""
         return LoaderState(
             order=self.order.name,
             num_samples=self.dataset.num_samples,
@@ -518,7 +518,7 @@ class Loader:
         return self.batches_per_epoch
 
     def prefetch_bound(self) -> ByteBound[Batch]:
-        """Returns the limit on prefetched bytes. The size of transformed batches is unknown until one is made."""
+        """Returns the limit on prefetched bytes. The size of a transformed batch is unknown until a batch is made."""
         copies = 0 if self._transformer is None else self._transformer.input_copies
         return ByteBound(
             max_bytes=self.prefetch_bytes,

@@ -71,7 +71,7 @@ def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile]
 
 
 def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of: Sequence[int]) -> Manifest:
-    """Returns the manifest, with the file names replaced by those of the copies. Pure.
+    """Returns the manifest, with the file names replaced by the names of the copies. Pure.
 
     `files` and `file_of` are the results of `plan_files`.
     """
@@ -144,7 +144,7 @@ class StageFolder:
         return set()
 
     def num_bytes(self) -> int:
-        """Returns the size of all files in bytes, including those that are being copied or removed."""
+        """Returns the size of all files in bytes, including files that are being copied or removed."""
         total = 0
         with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as found:
             for entry in found:

@@ -104,7 +104,7 @@ class EpochOrder:
 
         Args:
             start: The first position.
-            stop: The position after the last one.
+            stop: The position after the last position.
 
         Returns:
             The indices: int64, shape (stop - start,).
@@ -278,6 +278,6 @@ def add_sample_sums(parts: Iterable[str]) -> str:
 def show_sample_sum(value: int) -> str:
     """Returns a sample sum as a text of 16 hexadecimal digits.
 
-    It is a text because JSON readers that use floating-point numbers would round a number of 64 bits.
+    The result is a text, because JSON readers that use floating-point numbers would round a number of 64 bits.
     """
     return f"{value % 2**64:016x}"

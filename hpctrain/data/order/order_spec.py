@@ -152,7 +152,7 @@ _PHASES, _MEMBERS = 4, 5  # purposes of keys
 class Strata:
     """Sample indices grouped by class: members[starts[c] : starts[c + 1]] are the indices of the samples of class c.
 
-    They take 4 bytes per sample in memory, or 8 from 2**32 samples on.
+    The indices take 4 bytes per sample in memory, or 8 from 2**32 samples on.
     """
 
     members: NDArray[np.integer]

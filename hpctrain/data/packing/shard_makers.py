@@ -46,17 +46,17 @@ class Documents(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes if the content of the documents changes. It is found without reading the documents."""
+        """Value that changes if the content of the documents changes. Computed without reading the documents."""
 
     def read(self, number: int, *, start: int, stop: int) -> NDArray[Any]:
         """Returns tokens start to stop - 1 of the document of index `number`, shape (stop - start,).
 
-        Raises DataError if they cannot be read.
+        Raises DataError if the tokens cannot be read.
         """
 
 
 def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
-    """Returns tokens start to stop - 1 of the concatenated documents. Raises DataError if they cannot be read."""
+    """Returns tokens start to stop - 1 of the concatenated documents. Raises DataError if tokens cannot be read."""
     starts = documents.starts
     stream = np.empty(stop - start, dtype=documents.dtype)
     number = int(np.searchsorted(starts, start, side="right")) - 1

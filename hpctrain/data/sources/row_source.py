@@ -31,7 +31,7 @@ class SampleRows(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes if the content changes. It is computed from names, sizes and times of files."""
+        """Value that changes if the content changes, computed from names, sizes and times of files."""
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Returns for each field an array of shape (n, *sample_shape). Raises DataError if reading fails.

@@ -1,6 +1,6 @@
 """Finds the launcher's process on this machine, and the processes between the launcher and this process.
 
-The processes between them may be wrapper scripts, or the rank itself if the rank has started this process. The launcher
+The processes in between may be wrapper scripts, or the rank itself if the rank has started this process. The launcher
 is the nearest ancestor that is one of the known programs, or that lacks the rank's variables.
 """
 

@@ -160,8 +160,8 @@ class Choice:
     def record(self) -> dict[str, Any]:
         """Returns each candidate's measurements as JSON values, for the run's record.
 
-        Their `floor_seconds_per_byte` is the lower bound of the time per byte that is used to compare candidates; 0 if
-        there is no lower bound.
+        The entry `floor_seconds_per_byte` is the lower bound of the time per byte that is used to compare candidates; 0
+        if there is no lower bound.
         """
         candidates = []
         for candidate, points in _by_candidate(self.measurements).items():
@@ -198,7 +198,8 @@ def measurements_from_json(value: Any) -> list[Measurement]:
 def eligible(costs: Mapping[Candidate, TimeBySize], num_bytes: float) -> list[Candidate]:
     """Returns the candidates that were measured at `num_bytes` or more.
 
-    If no candidate was measured at so large a size, returns those measured at the largest size of all.
+    If no candidate was measured at so large a size, returns the candidates that were measured at the largest size of
+    all.
     """
     furthest = max(cost.points[-1][0] for cost in costs.values())
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]

@@ -219,7 +219,7 @@ class TimeBySize:
     def fit(cls, measured: Iterable[tuple[int, float]]) -> TimeBySize:
         """Fits the function to pairs (bytes, seconds); if one size has several times, the shortest is used.
 
-        Noise only adds time. So if a larger size took less time than a smaller one, the shorter time is used for both.
+        Noise only adds time. So if a larger size took less time than a smaller size, the shorter time is used for both.
         Raises UsageError if there are no pairs.
         """
         least: dict[int, float] = {}
@@ -242,7 +242,7 @@ class TimeBySize:
         return cls(tuple(points), latency, slope)
 
     def at(self, num_bytes: float) -> float:
-        """Returns the seconds for a bucket of `num_bytes`; they never decrease with the size."""
+        """Returns the seconds for a bucket of `num_bytes`. A larger bucket never takes less time."""
         place = bisect_right(self.points, num_bytes, key=lambda point: point[0])
         if place == len(self.points):
             last_bytes, last_s = self.points[-1]

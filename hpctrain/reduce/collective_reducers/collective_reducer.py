@@ -111,7 +111,7 @@ class CastSum:
 
 
 def successor_is_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> bool:
-    """Returns True if the successor of `rank` in the ring is on another node.
+    """Returns True if the rank after `rank` in the ring is on another node.
 
     topology: None means one rank per node.
     """
@@ -166,7 +166,7 @@ class BucketPiece:
 
 
 def split_bucket(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> list[BucketPiece]:
-    """Splits a bucket into pieces of at most `piece_elems` elements; an empty bucket has none. Pure."""
+    """Splits a bucket into pieces of at most `piece_elems` elements; an empty bucket has no pieces. Pure."""
     pieces = []
     for begin in range(0, numel, piece_elems):
         counts = split_evenly(min(piece_elems, numel - begin), num_parts=num_ranks)

@@ -153,7 +153,7 @@ def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Mile
 
 
 def default_order(num_parameters: int) -> list[int]:
-    """Returns the order that is assumed until one is observed: the last parameter first.
+    """Returns the order that is assumed until an order is observed: the last parameter first.
 
     Backward starts with the parameters that forward used last.
     """

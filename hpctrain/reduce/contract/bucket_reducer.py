@@ -258,7 +258,7 @@ SPIN_S = 500e-6
 
 @final
 class Backoff:
-    """Waits between polls that found no progress: in sleeps, each twice as long as the one before, up to a limit."""
+    """Waits between polls that found no progress: sleeps, each twice as long as the previous sleep, up to a limit."""
 
     def __init__(
         self, *, shortest_wait_s: float = SHORTEST_WAIT_S, longest_wait_s: float = LONGEST_WAIT_S

@@ -61,8 +61,8 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
 class GradientSquares:
     """Computes the sum of the squares of the gradients in planned buckets.
 
-    Other elements of the buckets (flags of used parameters, padding) do not count. It takes little more time than
-    reading the memory once, and is exact enough for a norm.
+    Other elements of the buckets (flags of used parameters, padding) do not count. The computation takes little more
+    time than reading the memory once, and is exact enough for a norm.
     """
 
     def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """`DistributedOptimizer`: the interface between a training loop and the code that updates the parameters.
 
-It covers more than an all-reduce: a sharded optimizer (reduce-scatter, update of each rank's shard, all-gather), a
-parameter server or delayed updates can implement the same Protocol without changes to the training loop.
+The interface covers more than an all-reduce: a sharded optimizer (reduce-scatter, update of each rank's shard,
+all-gather), a parameter server or delayed updates can implement the same Protocol without changes to the training loop.
 `check_optimizer` refuses the PyTorch optimizers that an updater cannot step.
 """
 
@@ -170,8 +170,8 @@ class DistributedOptimizer(Protocol):
             shapes: Shapes of the whole saved tensors, by name.
 
         Returns:
-            For some tensors, by name, the row ranges that this rank needs: ascending, without overlap. `load_state`
-                needs all rows of the other tensors.
+            For some tensors, by name, the row ranges that this rank needs: ascending, without overlap. For tensors that
+                are not in the result, `load_state` needs all rows.
         """
 
     def load_state(

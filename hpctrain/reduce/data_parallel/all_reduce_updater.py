@@ -47,7 +47,7 @@ class MeasuredChoice(Protocol):
     def can_become(self, saved: Any) -> bool:
         """Returns True if `saved` differs from this choice and is possible in this run. Not collective.
 
-        saved: the `document` of a saved choice; None if the checkpoint has none.
+        saved: the `document` of a saved choice; None if the checkpoint has no choice.
         """
 
     def become(self, saved: Mapping[str, Any]) -> tuple[BucketReducer, int]:

@@ -125,7 +125,7 @@ class PendingGradient(torch.Tensor):
 def ran_twice() -> BackwardRanTwice:
     """Returns the error for a second gradient of a parameter in one step.
 
-    Its message differs within reentrant activation checkpointing.
+    The message differs within reentrant activation checkpointing.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:

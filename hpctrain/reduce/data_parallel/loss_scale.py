@@ -44,7 +44,7 @@ class LossScale:
 
     @classmethod
     def for_wire(cls, wire: str, *, max_skipped_in_row: int = 20) -> LossScale:
-        """Returns the loss scale for a wire format: dynamic if the format needs one, such as fp16, otherwise 1."""
+        """Returns the loss scale for a wire format: dynamic if the format (such as fp16) needs scaling, otherwise 1."""
         found = find_wire(wire)
         if found is None or found.loss_scale is None:
             return cls(max_skipped_in_row=max_skipped_in_row)

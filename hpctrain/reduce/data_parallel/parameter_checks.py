@@ -83,8 +83,8 @@ class ParameterChecks:
     def check(self) -> None:
         """Raises UsageError if parameters have changed since the updater was created.
 
-        This is so if the optimizer has other trainable parameters, if a parameter of the model was replaced by another
-        tensor, or if a parameter has another shape, dtype or device.
+        Parameters have changed if the optimizer has other trainable parameters, if a parameter of the model was
+        replaced by another tensor, or if a parameter has another shape, dtype or device.
         """
         now = trainable(self._optimizer)
         if len(now) != len(self._parameters) or any(

@@ -100,7 +100,7 @@ class ReductionPipeline:
             self._thread.start()
 
     def submit(self, number: int) -> None:
-        """Schedules the reduction of bucket `number`. It has ended when `wait` returns."""
+        """Schedules the reduction of bucket `number`. The reduction has ended when `wait` returns."""
         item = _Submitted(number, filled=self._mark())
         with self._condition:
             self._pending += 1
@@ -147,7 +147,7 @@ class ReductionPipeline:
         self.check()
 
     def check(self) -> None:
-        """Raises the exception of a reduction that has failed, if there is one. Does not wait."""
+        """Raises the exception of a reduction that has failed, if any. Does not wait."""
         with self._condition:
             error = self._error
         if error is not None:

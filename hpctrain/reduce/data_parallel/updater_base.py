@@ -208,7 +208,7 @@ class UpdaterBase(Watched, ABC):
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
-        """See `DistributedOptimizer.state_tensors`: the residuals of error feedback, if there are any."""
+        """See `DistributedOptimizer.state_tensors`: the residuals of error feedback, if any."""
         return self._state_keeper.state() if self._state_keeper is not None else []
 
     def prepare_to_load(self, state: Mapping[str, Any]) -> None:

@@ -349,8 +349,8 @@ class AllReduceReducer(TransportReducer):
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
         """See `BucketReducer.finish`.
 
-        With one node, the reductions also compute the sums of squares. If no reduction of the step has begun, they also
-        sum the numbers.
+        With one node, the reductions also compute the sums of squares. If no reduction of the step has begun yet, the
+        reductions also sum the numbers.
         """
         if not self._squares or self._place.num_nodes > 1:
             return all_reduced(self._all_squares, numbers, comm=comm)

@@ -273,7 +273,10 @@ class NodeMemory:
         self._transport.fence()
 
     def raised(self, flag: Flag, *, by: Iterable[int]) -> bool:
-        """Returns True if all local ranks in `by` have raised the flag. What they wrote before can then be read."""
+        """Returns True if all local ranks in `by` have raised the flag.
+
+        Data that these ranks wrote before they raised the flag can then be read.
+        """
         if self._alone:
             return True
         if any(self._flags[local][flag.place] < flag.value for local in by):

@@ -26,7 +26,7 @@ PIECE_ELEMS = 65536
 def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float:
     """The numpy version of `add`.
 
-    It adds in the same order; only the last bits of the sum of squares may differ.
+    The order of the additions is the same; only the last bits of the sum of squares may differ.
     """
     square = 0.0
     with np.errstate(all="ignore"):  # the sum of squares shows values that are not finite

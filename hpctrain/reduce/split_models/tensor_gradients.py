@@ -204,7 +204,7 @@ class TensorGradients:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Context manager around the last backward of a step. It starts sums over the data-parallel ranks.
+        """Context manager around the last backward of a step. Starts sums over the data-parallel ranks.
 
         Raises UsageError for another backward before `complete`.
         """

@@ -90,7 +90,7 @@ class ForwardBuffers:
     def loaded(self, module: torch.nn.Module) -> None:
         """Copies the buffers of `module` after `load_state_dict` has loaded them.
 
-        If `module` is the whole model, the next forward pass counts as the first one of a step.
+        If `module` is the whole model, the next forward pass counts as the first forward pass of a step.
         """
         self._note([slot for slot in self._slots if slot.module is module])
         if module is self._model:

@@ -193,7 +193,7 @@ class RankComparison:
         return {name: value for name, value in sums.items() if not name.startswith((_SUM, _SQUARES))}
 
     def error(self, sums: Mapping[str, float]) -> RanksDiffer | None:
-        """Returns the error that every rank must raise if the ranks differ; None if they do not.
+        """Returns the error that every rank must raise if the ranks differ; None if the ranks are equal.
 
         Collective if the ranks differ.
 

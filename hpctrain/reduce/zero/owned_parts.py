@@ -65,7 +65,7 @@ class OwnedParts:
         self._replace({id(p): part for p, part in zip(parameters, self.parts, strict=True)})
 
     def square(self) -> float:
-        """Returns the sum of the squares of the summed gradients; infinite or NaN if one of the gradients is."""
+        """Returns the sum of the squares of the summed gradients; infinite or NaN if a gradient is infinite or NaN."""
         return square_of_all(self.gradients)
 
     def scale(self, factor: float) -> None:

@@ -293,7 +293,7 @@ class UnitsInFlight:
     def close(self) -> bool:
         """Waits for parameters and ends the thread. Returns False if a reduction hangs.
 
-        Raises the error of a gathering that has failed, unless that was raised before.
+        Raises the error of a gathering that has failed, unless this error was raised before.
         """
         atexit.unregister(self.wait_for_parameters)
         try:

@@ -57,7 +57,7 @@ def postpone_dynamo() -> None:
 
 
 def set_deterministic() -> None:
-    """Turns on torch's deterministic algorithms. Operations without one only warn.
+    """Turns on torch's deterministic algorithms. Operations without a deterministic algorithm only warn.
 
     Applies to compiled code too once the compiler is imported.
     """

@@ -30,7 +30,7 @@ class UncaughtErrors:
         self._hook_before: Callable[..., object] | None = None
 
     def watch(self) -> None:
-        """Makes an uncaught error, or an exit with another code than 0, end all ranks instead of this one only."""
+        """Makes an uncaught error, or an exit with another code than 0, end all ranks instead of only this rank."""
         self._hook_before = sys.excepthook
         if self._world.num_ranks == 1:
             print_uncaught()

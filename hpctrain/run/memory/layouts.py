@@ -147,10 +147,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def micro_batch_choices(plan: ParallelPlan, *, samples: int, at_least: int) -> Sequence[int]:
-    """Returns the numbers of micro-batches to try for a rank's `samples`, ascending; empty if there are none.
+    """Returns the numbers of micro-batches to try for a rank's `samples`, ascending; empty if no number is possible.
 
-    at_least: the number in the recipe; 1 if the recipe has none. All micro-batches of a pipeline have the same size. If
-    `at_least` is 1, only numbers that keep the pipeline's ranks busy are tried or, without such numbers, the largest.
+    at_least: the number in the recipe; 1 if the recipe has no number. All micro-batches of a pipeline have the same
+    size. If `at_least` is 1, only numbers that keep the pipeline's ranks busy are tried or, without such numbers, the
+    largest.
     """
     if plan.pipeline == 1:
         return list(_without_pipeline(samples=samples, at_least=at_least))

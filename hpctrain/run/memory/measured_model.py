@@ -152,7 +152,7 @@ def read_training_data(
 ) -> TrainingData | None:
     """Returns the first `micro_batch` samples of the training data, but at least 4 and at most 16 if there are as many.
 
-    Returns None, with a note, if they cannot be read.
+    Returns None, with a note, if samples cannot be read.
     """
     section = recipe.data
     try:

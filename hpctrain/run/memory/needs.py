@@ -63,7 +63,7 @@ def chunks_in_flight(plan: ParallelPlan, *, place: int, micro_batches: int) -> i
 
 
 def boundary_bytes(stages: StageSizes, layers: LayerActivations) -> list[float]:
-    """Returns the bytes per sample that each stage but the last sends to the next one."""
+    """Returns the bytes per sample that each stage but the last sends to the next stage."""
     return [layers.output_bytes[of_stage[-1]] for of_stage in stages.layers[:-1]]
 
 
@@ -251,7 +251,7 @@ class Needs:
 
     @property
     def other(self) -> int:
-        """Bytes that have no column of their own in tables. They are not all held at the same time."""
+        """Bytes that have no column of their own in tables. Not all of these bytes are held at the same time."""
         return (
             self.buffers
             + self.gathered

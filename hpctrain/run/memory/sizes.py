@@ -216,7 +216,7 @@ class LayerActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMessages:
-    """The bytes per sample that the ranks of a tensor group sum. Bytes that they gather or scatter count half.
+    """The bytes per sample that the ranks of a tensor group sum. Bytes that are gathered or scattered count half.
 
     Attributes:
         forward: The bytes in forward.
@@ -279,7 +279,7 @@ class Measured:
     sequence: MeasuredPart | None = None
 
     def part(self, plan: ParallelPlan) -> MeasuredPart | None:
-        """Returns the measurement of the layers as `plan` splits them."""
+        """Returns the measurement for layers that are split as `plan` says."""
         return self.sequence if plan.sequence else self.split
 
     def activation_bytes(self, plan: ParallelPlan, *, samples: int) -> int | None:

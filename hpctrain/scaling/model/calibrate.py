@@ -55,7 +55,8 @@ class Timed:
 class Fit:
     """Result of the fit.
 
-    values: constants by name, as in `USUAL`. covariance: covariance of their logarithms, in the order of `names`.
+    values: constants by name, as in `USUAL`. covariance: covariance of the constants' logarithms, in the order of
+    `names`.
     residual: standard deviation of the logarithm of measured / computed times.
     """
 
@@ -255,7 +256,7 @@ class ModelCalibration:
 
     @property
     def errors(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-        """The names of all uncertain constants, and the covariance of their logarithms."""
+        """The names of all uncertain constants, and the covariance of the constants' logarithms."""
         size = len(self.fit.names)
         covariance = np.zeros((size + 1, size + 1))
         covariance[:size, :size] = self.fit.covariance

@@ -1,7 +1,7 @@
 """Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure functions.
 
 In the formulas, n is the bytes of float32 gradients, and w the bytes sent per byte of float32. There are N ranks on C
-nodes, R on each. A link has the latency a, and takes b seconds per byte and o seconds per message.
+nodes, R ranks on each node. A link has the latency a, and takes b seconds per byte and o seconds per message.
 
 Sources. Ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. Direct (all-to-all and all-gather of slices),
 and the library's choice between recursive doubling, and reduce-scatter with all-gather: Thakur, Rabenseifner and

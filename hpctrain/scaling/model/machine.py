@@ -94,7 +94,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A number of nodes, and the number of ranks on each of them."""
+    """A number of nodes, and the number of ranks on each node."""
 
     nodes: int
     ranks_per_node: int

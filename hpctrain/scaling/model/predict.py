@@ -207,7 +207,7 @@ def binding(scenario: Scenario, layout: Layout) -> tuple[str, float]:
     """Returns the resource that limits the step, and the share of the step that would be saved without this limit.
 
     Each resource is made infinitely fast in turn, and the step is predicted again; the resource that saves most is
-    returned. If none would save at least 2 %, the result is `computation` with a share of 0.
+    returned. If no resource would save at least 2 %, the result is `computation` with a share of 0.
     """
     before = step_seconds(scenario, layout).step_s
     saved = {

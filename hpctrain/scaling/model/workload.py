@@ -86,7 +86,7 @@ class Workload:
 
 
 def rebucketed(buckets: Sequence[ReadyBucket], *, bucket_bytes: float) -> tuple[ReadyBucket, ...]:
-    """Returns the gradients of `buckets`, in order, in buckets of `bucket_bytes`; the last one may be smaller."""
+    """Returns the gradients of `buckets`, in order, in buckets of `bucket_bytes`; the last bucket may be smaller."""
     ends: list[tuple[float, float]] = [(0.0, 0.0)]  # bytes so far, ready
     for bucket in buckets:
         ends.append((ends[-1][0] + bucket.num_bytes, max(ends[-1][1], bucket.ready)))

@@ -55,7 +55,7 @@ class ScalingLaw:
 
 
 def laws_of(mode: str) -> tuple[ScalingLaw, ...]:
-    """Returns the laws for `strong` or `weak` scaling, those with fewer parameters first.
+    """Returns the laws for `strong` or `weak` scaling; laws with fewer parameters come first.
 
     To fit another law, such as a model of the machine, call `fit_laws(..., laws=(*laws_of(mode), mine))`.
     """

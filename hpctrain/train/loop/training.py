@@ -129,7 +129,7 @@ class SectionTimes:
 def read_slowest(directory: Path) -> dict[str, float]:
     """Returns the slowest time of each section, in seconds, that earlier attempts have recorded in a run directory.
 
-    Returns {} if there are none.
+    Returns {} if no times are recorded.
     """
     try:
         sections = json.loads((directory / LIMITS_FILE).read_text(encoding="utf-8"))["sections"]

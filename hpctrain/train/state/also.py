@@ -87,8 +87,8 @@ def check_also(also: Mapping[str, Stateful | None]) -> None:
 def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], list[Item]]:
     """Returns the objects' states as JSON values by name, and their tensors as items named `also/NAME/KEY::KEY`.
 
-    The tensors must be the same on every rank. The buffers of modules may differ: those of rank 0 are saved. Raises
-    CheckpointError for a state that cannot be stored.
+    The tensors must be the same on every rank. The buffers of modules may differ: the buffers of rank 0 are saved.
+    Raises CheckpointError for a state that cannot be stored.
     """
     document: dict[str, Any] = {}
     items: list[Item] = []

@@ -267,7 +267,7 @@ def _has_graph(leaf: Any) -> bool:
 
 
 def loss_and_weight(returned: Any) -> tuple[torch.Tensor, float | None]:
-    """Splits the result of a task's `loss` into loss and weight; the weight is None if the result has none.
+    """Splits the result of a task's `loss` into loss and weight; the weight is None if the result is only a loss.
 
     Raises UsageError for any other result.
     """
@@ -315,7 +315,7 @@ LOSS_WEIGHT = "loss_weight"
 
 
 def with_mean_loss(sums: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of a step, with the weighted mean of the losses in place of their sum under "loss".
+    """Returns the sums of a step. Under "loss", the weighted mean of the losses replaces the sum of the losses.
 
     The mean is 0 if all weights are 0.
     """

@@ -131,8 +131,8 @@ class Task(Protocol):
             fields: The samples of this rank.
 
         Returns:
-            Values by name, with the same names in every call. If they are means over something else than samples, a
-                pair (metrics, weight), in every call.
+            Values by name, with the same names in every call. If the metrics are means over something else than
+                samples, a pair (metrics, weight), in every call.
         """
 
 

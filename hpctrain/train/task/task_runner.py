@@ -26,7 +26,7 @@ from hpctrain.train.task.task import Task, takes_valid
 
 
 def row_of_zeros(batch: Batch) -> Batch:
-    """Returns a batch with one sample of zeros. Its fields have the sample shapes and dtypes of those of `batch`."""
+    """Returns a batch with one sample of zeros. Sample shapes and dtypes are those of the fields of `batch`."""
     fields = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.fields.items()}
     return replace(batch, fields=fields, num_samples=1, num_padded=0, indices=None)
 

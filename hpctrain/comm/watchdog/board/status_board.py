@@ -96,7 +96,7 @@ def join_positions(
 
 @final
 class PositionReader:
-    """Reads, for one rank, the positions of other ranks. It reads one file per other node."""
+    """Reads, for one rank, the positions of other ranks, from one file per other node."""
 
     def __init__(
         self,

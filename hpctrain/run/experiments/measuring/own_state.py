@@ -302,7 +302,7 @@ class Variables:
 def variables_of_module(value: Any) -> Variables | None:
     """Returns the global variables of the Python module that defines a function or an object's class.
 
-    None if that module belongs to a library.
+    None if the module belongs to a library.
     """
     name = getattr(value, "__module__", None) or type(value).__module__
     module = sys.modules.get(name)
@@ -334,7 +334,7 @@ class OwnState:
         )
 
     def changed_since(self, before: OwnState) -> dict[str, str]:
-        """Returns the kinds of the values that differ from those in `before` or are not there, by path."""
+        """Returns the kinds of the values that differ from the values in `before` or are missing there, by path."""
         return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
 
     def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:

@@ -310,7 +310,7 @@ class _Found:
 def compare_traces(
     reference: RunTrace, other: RunTrace, *, tolerance: float, samples: bool = True, from_step: int = 1
 ) -> TrialComparison:
-    """Compares two traces of one rank.
+    """Compares two traces, which are records of two trials on one rank.
 
     Args:
         tolerance: The largest relative difference that counts as equal.
@@ -461,7 +461,7 @@ class Residual:
 
 
 def collinearity(reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Residual | None:
-    """Returns how far `other` is from a multiple of `reference`; None if they cannot be compared."""
+    """Returns how far `other` is from a multiple of `reference`; None if the two cannot be compared."""
     names = [n for n, t in reference.items() if n in other and other[n].shape == t.shape]
     square = sum(float((reference[n] * reference[n]).sum()) for n in names)
     norm = math.sqrt(sum(float((other[n] * other[n]).sum()) for n in names))
@@ -498,7 +498,7 @@ def merge(by_rank: Sequence[TrialComparison]) -> TrialComparison:
 
 
 def with_losses(trace: RunTrace, losses: Sequence[float]) -> RunTrace:
-    """Returns the trace with the loss of each step replaced by that of `losses`, the losses over all ranks."""
+    """Returns the trace with the loss of each step replaced by the loss over all ranks, from `losses`."""
 
     steps: list[StepTrace] = [
         replace(step, loss=loss) for step, loss in zip(trace.steps, losses, strict=True)
