@@ -1,4 +1,4 @@
-"""Describes sharded tensors (DTensor) as boxes of global tensors.
+"""Describes sharded tensors (DTensor) as boxes (offset and shape) of global tensors.
 
 Does not import PyTorch's DTensor in programs that do not use it.
 """

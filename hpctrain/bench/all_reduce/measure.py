@@ -225,10 +225,10 @@ class CellTimer:
             self._buffers[key] = reducer.plan(self._buckets, device=self._device)
 
     def measure(self, *, repeats: int, warmup: int) -> list[CellResult]:
-        """Times every cell once per round, in `warmup + repeats` rounds. Warm-up rounds are not counted.
+        """Times every combination once per round, in `warmup + repeats` rounds. Warm-up rounds are not counted.
 
-        Each round times the cells in a new random order, so that a drift of the machine (other load, clock frequency)
-        affects all cells evenly.
+        Each round times the combinations of size, algorithm and wire format in a new random order, so that a drift of
+        the machine (other load, clock frequency) affects all combinations evenly.
         """
         cells = [
             Cell(algorithm=algorithm, wire=wire, num_bytes=num_bytes)

@@ -201,7 +201,7 @@ class StoredExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPiece:
-    """One HDF5 dataset of a tensor: the elements of `box`, dense and in row-major order.
+    """One HDF5 dataset of a tensor: the elements of the rectangular region `box`, dense and in row-major order.
 
     Attributes:
         file: Index of the file that holds the dataset; 0 is the main file.

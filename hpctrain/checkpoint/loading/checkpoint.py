@@ -89,7 +89,7 @@ class Checkpoint:
     def read(
         self, name: str, *, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """Reads a tensor, or a box of it, and verifies every byte.
+        """Reads a tensor, or a box (rectangular region) of the tensor, and verifies every byte.
 
         Args:
             name: Name of the tensor.
@@ -169,7 +169,7 @@ class Checkpoint:
     def region_of(
         self, tensor: StoredTensor, *, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
     ) -> Box:
-        """Returns the box of a tensor that `read` would read.
+        """Returns the box (rectangular region) of a tensor that `read` would read.
 
         Args:
             tensor: The tensor.

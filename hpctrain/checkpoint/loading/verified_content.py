@@ -70,7 +70,7 @@ def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
 
 
 def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:
-    """Returns the position of the box's first element in the flattened array of `shape`.
+    """Returns the position of the first element of a box (rectangular region) in the flattened array of `shape`.
 
     Returns None if the box is not contiguous in that array. The box must not be empty.
     """
@@ -140,7 +140,7 @@ Read: TypeAlias = Callable[[ContentFiles], None]
 
 
 def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> torch.Tensor:
-    """Reads the elements in `region`, a box of the tensor, and verifies them.
+    """Reads and verifies the elements in `region`, a box (rectangular region) of the tensor.
 
     Returns a CPU tensor of the tensor's dtype and of shape `region.shape`. Raises DamagedContentError, and
     CheckpointError or OSError if a file cannot be opened or is too short.

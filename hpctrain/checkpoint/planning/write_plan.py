@@ -245,7 +245,7 @@ PieceKey: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPiece:
-    """One dataset: the elements of `box`, a box of `PlannedTensor.view`. `shape` is the dataset's shape."""
+    """One dataset of shape `shape`: the elements of `box`, a rectangular region of `PlannedTensor.view`."""
 
     file: int
     dataset: str
@@ -255,7 +255,10 @@ class PlannedPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTensor:
-    """A tensor of the plan. Its pieces and extents are boxes of an array of shape `view`, which has the same elements.
+    """A tensor of the plan.
+
+    The pieces and extents of the tensor are boxes (rectangular regions) of an array of shape `view`, which has the same
+    elements.
 
     For replicated tensors `view` is `(num_elems,)`, so that an extent can be any range of elements; for sharded
     ones it is the tensor's own shape.
@@ -277,7 +280,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """A box of a tensor that one rank writes, and that is hashed as a whole.
+    """A box (rectangular region) of a tensor that one rank writes, and that is hashed as a whole.
 
     Attributes:
         tensor: Index of the tensor in the plan.

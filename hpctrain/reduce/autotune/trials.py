@@ -123,7 +123,7 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Result of the trials, the same on every rank.
+    """Result of the trials (short measurements of the candidate reductions), the same on every rank.
 
     seconds: duration of the trials.
     notes: texts for the user that say what was not measured, and why.
@@ -148,8 +148,8 @@ def calibrate(
 ) -> Calibration:
     """Measures the candidates for about `budget_s` seconds by the slowest rank's clock. Collective over `comm`.
 
-    A reduction that has started is never aborted. So the trials exceed `budget_s` if their last reduction takes longer
-    than predicted. The reducers are closed at the end.
+    A reduction that has started is never aborted. So the measurements exceed `budget_s` if their last reduction takes
+    longer than predicted. The reducers are closed at the end.
 
     make: function that creates the reducer of a candidate.
     floor: lower bound of the time that the links between nodes need. For sizes at which this bound exceeds the latency,

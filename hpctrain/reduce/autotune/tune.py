@@ -47,7 +47,7 @@ SCHEMA = 1
 class CalibrationKey:
     """The conditions of a calibration. Measurements are used again only under the same conditions.
 
-    load: `computation` if the ranks computed during the trials, otherwise `none`.
+    load: `computation` if the ranks computed during the measurements, otherwise `none`.
     versions: versions of the libraries that a reduction uses, by name.
     """
 
@@ -222,7 +222,7 @@ class AutoChoice:
     source: where the measurements come from, as text.
     levels: measured speeds of the links.
     seconds: duration of the calibration.
-    load: `computation` if the ranks computed during the trials, otherwise `none`.
+    load: `computation` if the ranks computed during the measurements, otherwise `none`.
     """
 
     candidate: Candidate
@@ -326,8 +326,8 @@ def find_choice(
     versions: versions of the libraries by name; None: they are determined here.
     note: called on every rank with a message about anything that could not be read, written or measured.
     under_load: True if there are more ranks than cores and buckets are reduced during backward. The ranks then compute
-    during the trials. The same on every rank.
-    budget_s: time for the trials, in seconds.
+    during the measurements. The same on every rank.
+    budget_s: time for the measurements, in seconds.
 
     Raises UsageError if `candidates` is empty.
     """

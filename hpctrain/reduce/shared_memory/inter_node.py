@@ -36,7 +36,7 @@ class Feedback(Protocol):
     """Encodes one part, with or without error feedback. See `hpctrain.reduce.codecs`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
-        """Encodes `values`, which belong to another carrier's slice, into `out`. May change `values`.
+        """Encodes `values`, which belong to the slice of another node's rank, into `out`. May change `values`.
 
         first: offset of the values in the part.
         """
@@ -47,7 +47,7 @@ class Feedback(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One carrier's part of one chunk.
+    """The part of one chunk of a bucket that one carrier (the rank that exchanges the part with other nodes) sums.
 
     values: shape (n,). At the start, the values are this node's sum; at the end, this rank's slice holds the sum over
     the nodes.

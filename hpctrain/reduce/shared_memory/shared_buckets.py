@@ -59,6 +59,9 @@ def chunks_of(numel: int, *, chunk_elems: int) -> list[ElemRange]:
 class TwoLevelPlace:
     """One rank's position in two-level sums.
 
+    A carrier is a rank that has a counterpart with the same local rank on every other node. Carriers exchange data
+    between nodes.
+
     locals: world ranks of this node, in order.
     local: index of this rank in `locals`.
     column: for each node, the world rank of the carrier with this rank's local rank; empty if this rank is not a

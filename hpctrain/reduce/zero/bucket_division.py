@@ -104,7 +104,7 @@ class BucketDivision:
         unit_bytes: int,
         align_elems: int = ALIGNMENT_ELEMS,
     ) -> BucketDivision:
-        """Plans shares and units.
+        """Plans the share of each bucket that each rank owns, and the units: the elements that one reduction sums.
 
         unit_bytes: largest size of a unit's gradients, in bytes.
         align_elems: shares end at multiples of this number of elements within a parameter.

@@ -195,6 +195,8 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 class ParameterCopies:
     """Copies gradients and parameters between the model and the memory of units. Does not communicate.
 
+    A unit consists of the elements that one reduction sums.
+
     parameters: the parameters of the plan. Their memory must have no gaps.
     plan: division of the buckets over the ranks.
     rank: index of this rank in the division.

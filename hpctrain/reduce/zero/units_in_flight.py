@@ -175,7 +175,7 @@ def has_compiled() -> bool:
 
 @final
 class UnitsInFlight:
-    """Runs the reductions of a plan's units, and the gathering of their parameters.
+    """Runs the reductions of a plan's units (elements that are reduced together), and the gathering of parameters.
 
     Every rank starts the same operations in the same order.
 

@@ -98,12 +98,12 @@ class Trial(Protocol):
         """Returns the user's objects by name. They may hold state that is not in the checkpoint."""
 
     def close(self) -> None:
-        """Ends the trial's updater, loaders and groups. Communication stays open."""
+        """Ends the updater, loaders and groups of this training run. Communication stays open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How a trial differs from a run of the user.
+    """How a trial (a short run of the user's training) differs from the user's own run.
 
     double: whether the trial computes in float64. seed_change: the number that is added to the generators' seed.
     """
@@ -135,7 +135,7 @@ class Subject(Protocol):
     scratch: Path
 
     def open(self, session: Any, setting: Setting) -> Trial:
-        """Creates a trial. Collective over the session."""
+        """Creates a trial, which is one run of the training from its start. Collective over the session."""
 
     def variables(self) -> Mapping[str, Any]:
         """Returns the global variables of the user's Python modules.

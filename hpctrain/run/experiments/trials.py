@@ -82,7 +82,7 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """The conditions of a trial.
+    """The conditions of a trial, which is one short run of the checked training.
 
     Attributes:
         on_ranks: Whether all ranks train together; otherwise each rank trains alone.
@@ -111,7 +111,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """The result of a trial.
+    """The result of a trial, which is one short run of the checked training.
 
     Attributes:
         trace: The record of all steps; if the trial was resumed, of the steps after the resumption.
@@ -134,7 +134,10 @@ class Ran:
 
 @final
 class Trials:
-    """Runs trials of a subject. `run` and `open` are collective over all ranks, even for trials of one rank."""
+    """Runs trials: short runs of the subject's training.
+
+    `run` and `open` are collective over all ranks, even for trials of one rank.
+    """
 
     def __init__(
         self, subject: Subject, session: Any, *, steps: int, double: bool, first_state: OwnState
@@ -149,7 +152,7 @@ class Trials:
 
     @contextlib.contextmanager
     def open(self, *, on_ranks: bool, seed_change: int = 0, overlapped: bool = False) -> Iterator[Trial]:
-        """Creates a trial and closes it after the `with` block.
+        """Creates a trial (model, optimizer and data, ready to train), and closes the trial after the `with` block.
 
         on_ranks: whether all ranks train together. overlapped: whether gradients are summed during backward.
         """

@@ -102,14 +102,14 @@ class LayoutMemory:
 
 
 def usual_fit(way: Way) -> LayoutMemory | None:
-    """Returns the way to split with its first number of micro-batches; None if a run would refuse this way."""
+    """Returns a way to split the model with its first number of micro-batches; None if a run would refuse this way."""
     if way.needs is None or not way.choices:
         return None
     return LayoutMemory(way=way, micro_batches=way.choices[0], needs=way.needs(way.choices[0]))
 
 
 def fit_of(way: Way, *, memory: int) -> LayoutMemory | None:
-    """Returns the way to split with the fewest micro-batches with which the rank's memory fits into `memory` bytes.
+    """Returns a way to split the model with the fewest micro-batches with which it fits into `memory` bytes.
 
     Returns None if no number in `way.choices` fits, or if a run would refuse this way.
     """
@@ -125,7 +125,10 @@ def fit_of(way: Way, *, memory: int) -> LayoutMemory | None:
 
 
 def first_that_fits(ways: Iterable[Way], *, memory: int) -> LayoutMemory | None:
-    """Returns the first way to split that fits into `memory` bytes, if necessary with more micro-batches; else None."""
+    """Returns the first way to split the model that fits into `memory` bytes, with more micro-batches if necessary.
+
+    Returns None if no way fits.
+    """
     fits = (fit_of(way, memory=memory) for way in ways)
     return next((fit for fit in fits if fit is not None), None)
 

@@ -58,7 +58,7 @@ def is_elsewhere(model: torch.nn.Module, name: str) -> bool:
 
 
 def nothing_of_other_stages(model: torch.nn.Module, checkpoint: Checkpoint) -> Regions:
-    """Returns an empty box for each tensor of the checkpoint that belongs only to stages of other ranks, by name."""
+    """Returns an empty box (offset, shape) for each tensor that belongs only to stages of other ranks, by name."""
     return {
         name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
         for name, stored in checkpoint.tensors.items()

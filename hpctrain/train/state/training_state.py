@@ -164,7 +164,7 @@ class TrainingState:
         return State(items=items, document=document, parent=parent)
 
     def regions(self, checkpoint: Checkpoint, *, rank: int) -> Regions:
-        """Returns the parts of the checkpoint's tensors that `restore` needs on this rank, as boxes. Collective.
+        """Returns the boxes (offset, shape) of the checkpoint's tensors that `restore` needs on this rank. Collective.
 
         Tensors that this rank needs as a whole are left out.
         """
@@ -343,7 +343,7 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
 def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
-    """Returns, for each generator state in the checkpoint, the box of row `rank`, the only row that this rank reads.
+    """Returns, per generator state in the checkpoint, the box (offset, shape) of row `rank`, which this rank reads.
 
     If the checkpoint was saved on fewer ranks, there is no such row. In this case the last row is read, and not used.
     """

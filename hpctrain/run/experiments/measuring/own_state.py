@@ -338,7 +338,7 @@ class OwnState:
         return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
 
     def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:
-        """Copies the values at `paths` into the objects `roots` of another trial. Returns the number of copies."""
+        """Copies the values at `paths` into `roots`, the objects of another run. Returns the number of copies."""
         places = find_places(roots)
         count = 0
         for path in paths:

@@ -509,7 +509,7 @@ def probe_not_finite(trial: Trial, batch: object) -> str | None:
     The model computes `batch`, which must be finite. If no module does so but the loss is not finite, the text says
     that. Returns None if neither is the case.
 
-    Not collective on one rank. The trial is left unchanged.
+    Not collective on one rank. Model, optimizer and data of `trial` are left unchanged.
     """
     with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
         loss, _ = trial.loss(batch)

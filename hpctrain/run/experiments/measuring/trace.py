@@ -34,7 +34,7 @@ class TensorSample:
 
 @dataclass(kw_only=True, slots=True)
 class StepTrace:
-    """One step of a trial on this rank.
+    """One step, on this rank, of a trial: a short run of the checked training.
 
     Attributes:
         parameters_before: The parameters when the optimizer was called; None if the step was skipped.
@@ -64,7 +64,7 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An error that ended a trial.
+    """An error that ended a trial, which is a short run of the checked training.
 
     kind: the name of the error's class. step: the step, from 1; 0: while the trial's model and optimizer were built.
     """
@@ -86,7 +86,7 @@ class Unfinished:
 
 @dataclass(kw_only=True, slots=True)
 class RunTrace:
-    """The record of a trial.
+    """The record of a trial, which is a short run of the checked training.
 
     initial: the parameters before the first step. failure: the error that ended the trial, if any. unfinished: the
     state after the step that failed.
@@ -126,7 +126,7 @@ def keep(named: Iterable[tuple[str, torch.Tensor]]) -> TensorSample:
 
 
 class StepRecorder:
-    """Records the steps of a trial with hooks on its optimizer and parameters. A context manager."""
+    """Records the steps of a trial (a short training) with hooks on optimizer and parameters. A context manager."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -216,7 +216,7 @@ _NOISE_ALLOWED = 1e-7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstDifference:
-    """The first difference of one kind between two trials.
+    """The first difference of one kind between two trials, which are short runs of the checked training.
 
     Attributes:
         kind: What differs, one of `KINDS`.
@@ -236,7 +236,7 @@ class FirstDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialComparison:
-    """The comparison of a trial with a reference trial that should give the same results.
+    """The comparison of a trial (a short training) with a reference trial that should give the same results.
 
     Attributes:
         first: The first difference of each kind.
