@@ -75,7 +75,7 @@ def answer_may_be_lost(text: str) -> bool:
 
 
 def what_to_change(text: str) -> str | None:
-    """Returns what the user can change after sbatch has refused a job; None if the text is unknown."""
+    """Returns advice on what to change after sbatch has refused a job; None if Slurm's text is unknown."""
     return next((change for pattern, change in _CHANGES if re.search(pattern, text)), None)
 
 

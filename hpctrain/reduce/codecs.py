@@ -250,6 +250,8 @@ LOST = "lost"
 def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
     """Returns each parameter's offset in gradient space, and the length of that space, in elements. Pure.
 
+    Gradient space is the concatenation of all flattened parameters in the optimizer's order.
+
     buckets: the buckets of a plan, which together contain every trainable parameter.
     """
     numels = {slot.parameter: slot.numel for bucket in buckets for slot in bucket.slots}

@@ -323,7 +323,7 @@ def check_same_sweep(
 
 
 def scaling_table(document: ScalingDocument) -> Table:
-    """Returns a table with one row per number of ranks. Its title states the baseline and the kind of interval."""
+    """Returns a table with one row per number of ranks. The title states the baseline and the kind of interval."""
     settings = document.settings
     sizes = document.sizes
     rounds = max((size.repeats for size in sizes), default=0)

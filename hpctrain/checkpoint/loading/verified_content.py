@@ -42,7 +42,10 @@ class ElementRun:
 
 
 def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
-    """Yields the element runs of the piece in file order. The piece is cut wherever the cut divides no extent."""
+    """Yields the element runs of a piece (HDF5 dataset) in file order.
+
+    The piece is cut wherever the cut divides no extent, which is a region with one hash.
+    """
     if len(piece.extents) == 1:  # fast path for thousands of small tensors
         yield ElementRun(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
         return
@@ -215,7 +218,10 @@ def planned_run(
 def read_extent(
     files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> NDArray[Any]:
-    """Returns an extent's bytes after verifying their hash: uint8, shape (num_bytes,). Raises as `read_region`."""
+    """Returns the bytes of an extent (region with one hash), verified: uint8, shape (num_bytes,).
+
+    Raises as `read_region`.
+    """
     content = np.empty(extent.box.num_elems * tensor.elem_bytes, dtype=np.uint8)
     runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
     run_bytes = runs.run_elems * tensor.elem_bytes

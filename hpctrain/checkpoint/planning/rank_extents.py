@@ -109,7 +109,10 @@ class OwnBytes:
 def own_bytes(
     plan: WritePlan, *, rank: int, pieces: Mapping[PieceKey, PlannedPiece], offsets: Mapping[PieceKey, int]
 ) -> OwnBytes:
-    """Returns the bytes that `rank` writes; `pieces` and `offsets` are its file's pieces and their file offsets."""
+    """Returns the bytes that `rank` writes.
+
+    `pieces` are the pieces (HDF5 datasets) in the rank's file, `offsets` the file offsets of these pieces.
+    """
     extent_bytes: list[int] = []
     runs: list[tuple[tuple[int, int], ...]] = []
     segments: list[tuple[Segment, range]] = []  # each with its extents
@@ -146,7 +149,7 @@ def own_bytes(
 
 
 def join_segments(segments: Sequence[Segment]) -> OwnBytes:
-    """Returns the segments laid out like the extents of a file: each begins where the previous one ends."""
+    """Returns the segments laid out like the extents of a file: each segment begins where the previous segment ends."""
     runs: list[tuple[tuple[int, int], ...]] = []
     position = 0
     for segment in segments:

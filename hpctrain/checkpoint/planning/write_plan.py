@@ -373,7 +373,7 @@ class WritePlan:
         return sum(e.box.num_elems * self.tensors[e.tensor].elem_bytes for e in self.extents_of(rank))
 
     def extents_of(self, rank: int) -> list[Extent]:
-        """Returns the extents that `rank` writes."""
+        """Returns the extents (regions that are hashed as a whole) that `rank` writes."""
         extents: list[Extent] = []
 
         def add(tensor: int, piece: int, box: Box, *, source: int, start: int) -> None:
@@ -405,7 +405,7 @@ class WritePlan:
         return extents
 
     def pieces_in(self, file: int) -> dict[PieceKey, PlannedPiece]:
-        """Returns the pieces in one file, in the order of tensors and pieces."""
+        """Returns the pieces (HDF5 datasets with parts of tensors) in one file, in the order of tensors and pieces."""
         found = {}
         for (tensor, number), nth, box in sorted(self._boxes_in(file)):
             planned = self.tensors[tensor]
@@ -416,7 +416,7 @@ class WritePlan:
         return found
 
     def pieces(self) -> list[list[PlannedPiece]]:
-        """Returns all pieces of each tensor, in order."""
+        """Returns all pieces (HDF5 datasets) of each tensor, in order."""
         found: list[dict[int, PlannedPiece]] = [{} for _ in self.tensors]
         for file in range(self.files.count):
             for (tensor, number), piece in self.pieces_in(file).items():

@@ -327,8 +327,8 @@ class FileWork:
         """Removes the files of a save that failed on any rank.
 
         `committing` is True if `commit` was started. In local mode this rank may then have renamed the checkpoint
-        already, so the checkpoint with the final name is removed too. In all other cases a checkpoint with the
-        final name is kept, since it may be an older one of the same step.
+        already, so the checkpoint with the final name is removed too. In all other cases a checkpoint with the final
+        name is kept, since this may be an older checkpoint of the same step.
         """
         if self._leads_folder:
             for path in (self.partial, *([self.final] if self.options.local and committing else [])):

@@ -165,8 +165,8 @@ class World(Collective, Protocol):
     def open_reduction_world(self) -> World:
         """Returns a world of the same ranks over `reduction_backend`, with a separate message space. Collective.
 
-        It is for reductions by that backend's own operations. Close the world after these reductions: Horovod's thread
-        takes CPU time from training, and runs only while such a world is open.
+        Use this world for reductions by that backend's own operations. Close the world after these reductions:
+        Horovod's thread takes CPU time from training, and runs only while such a world is open.
         """
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:

@@ -74,7 +74,7 @@ class LimitSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedLimit:
-    """Derived limit of a wait in `section`.
+    """Limit of a wait in `section`, derived from measured times.
 
     seconds: the limit.
     slowest_s: slowest of the last `num_measured` times of the section, in seconds.
@@ -98,7 +98,7 @@ class DerivedLimit:
 def derive_limit(
     section: Section, *, slowest_s: float, num_measured: int, settings: LimitSettings
 ) -> DerivedLimit | None:
-    """Returns the derived limit of a section; None if no limit below `timeout_s` can be derived."""
+    """Returns a section's limit, derived from measured times; None if no limit below `timeout_s` can be derived."""
     rule = RULES.get(section)
     if (
         rule is None
@@ -232,7 +232,7 @@ class SectionLimits:
         return found
 
     def derived(self, section: Section | None) -> DerivedLimit | None:
-        """Returns the derived limit of `section`; None if there is none at present."""
+        """Returns the limit derived from measured times of `section`; None if no limit can be derived at present."""
         if section is None or (found := self._measured.get(section)) is None:
             return None
         return derive_limit(
@@ -275,7 +275,7 @@ class SectionLimits:
 
     @property
     def early(self) -> DerivedLimit | None:
-        """Derived limit of a wait in the current section.
+        """Limit of a wait in the current section, derived from measured times.
 
         None if no limit could be derived yet, or if a late rank may be in a section that has no derived limit, or
         outside of all sections.

@@ -90,7 +90,7 @@ class InProgress:
 
     @contextlib.contextmanager
     def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
-        """Returns a context in which this thread does for a batch what `text` says.
+        """Context in which this thread is recorded as doing what `text` says, for the batch of `plan`.
 
         reads: True if the thread reads samples in this context.
         """

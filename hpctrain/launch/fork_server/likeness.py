@@ -49,7 +49,7 @@ def read_environ(pid: int) -> dict[str, str]:
 
 
 def read_command(client: int) -> list[str]:
-    """Returns the command line of the rank that a client stands for. Raises OSError, ValueError."""
+    """Returns the command line of the rank that a fork server's client stands for. Raises OSError, ValueError."""
     words = [os.fsdecode(word) for word in Path(f"/proc/{client}/cmdline").read_bytes().split(b"\0")[:-1]]
     return words[words.index("--") + 1 :]
 

@@ -61,7 +61,7 @@ class Bucket:
 
     @property
     def first_flag(self) -> int:
-        """Position of the first flag in the bucket. One flag per slot, in slot order, fills the rest of the bucket."""
+        """Position of the first flag in the bucket. The flags of all parameters, in their order, end the bucket."""
         return self.slots[0].used_flag
 
 

@@ -245,7 +245,7 @@ class ChunkMemory:
 
 @final
 class Loan:
-    """Buffers that one chunk has taken from the pool. `end` returns them."""
+    """Buffers that one chunk has taken from the pool. `end` returns the buffers to the pool."""
 
     def __init__(self, memory: ChunkMemory) -> None:
         self._memory = memory

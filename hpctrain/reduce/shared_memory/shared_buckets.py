@@ -142,7 +142,7 @@ class Flag:
     """A flag that each rank of a node has.
 
     place: index of the flag among a rank's flags.
-    value: value that a raised flag has at least.
+    value: the flag counts as raised when it has at least this value.
     """
 
     place: int

@@ -39,8 +39,8 @@ class OwnLoop:
         batches: An iterable of this rank's batches, or a function that takes the epoch and returns such an iterable. A
             batch is a tensor, a tuple, list or mapping of tensors with the samples along dimension 0, or an
             `hpctrain.Batch`.
-        step: A function that trains on one batch and returns its mean loss. It may take a keyword argument
-            `micro_batches`, the number of parts over which it accumulates gradients.
+        step: A function that trains on one batch and returns the mean loss of the batch. The function may take a
+            keyword argument `micro_batches`, the number of parts over which it accumulates gradients.
         evaluate: A function that returns metrics of all ranks by name; None: evaluation is not checked.
         also: Other objects that the loop passes to `Session.save_state` and `load_state`, by name, such as schedulers.
     """

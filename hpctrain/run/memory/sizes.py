@@ -345,11 +345,11 @@ class StageSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """What decides the needs of a rank besides the model.
+    """What decides, besides the sizes of the model, how much memory a rank needs.
 
     Attributes:
         micro_batches: The number of micro-batches in the recipe's section [data].
-        reductions: What reductions other than FSDP2's need, by what is sharded.
+        reductions: The memory and messages that reductions other than FSDP2's need, by what is sharded.
         sharded_sum: The algorithm and the wire format by which sharded gradients are summed.
         measured: The measurements of forward and backward.
         stages: The divisions of the model into stages, by number of stages.

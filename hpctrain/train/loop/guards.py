@@ -205,7 +205,7 @@ class MemoryGuard:
 
     @property
     def is_short(self) -> bool:
-        """True if this rank's last `attempt` ran out of memory."""
+        """True if this rank ran out of memory in the last call of `attempt`."""
         return self._shortage is not None
 
     def attempt(self, compute: Callable[[int], float]) -> float:

@@ -78,7 +78,7 @@ class LossWeights:
 
     @property
     def total(self) -> float | None:
-        """The sum of this rank's weights in the last step, divided by the unit and by the samples of the global batch.
+        """The sum of this rank's weights in the last step, divided by `unit` and by the samples of the global batch.
 
         0 if another rank counts the samples of this rank; None if losses are weighted by numbers of samples.
         """

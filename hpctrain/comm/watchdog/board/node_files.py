@@ -114,13 +114,13 @@ def time_of(path: Path, *, since: float = 0.0) -> float | None:
 
 
 def write_position(position: RankPosition, *, local: Path) -> None:
-    """Replaces this rank's file atomically, so that no rank reads a half-written file. Raises OSError."""
+    """Replaces the file with this rank's position atomically: no rank reads a half-written file. Raises OSError."""
     path = position_path(local, rank=position.rank)
     replace_file(path, json.dumps(asdict(position)).encode(), partial=path.with_suffix(".partial"))
 
 
 def read_local(local: Path) -> dict[int, RankPosition]:
-    """Returns the positions that the ranks of this node have written, by rank."""
+    """Returns what the ranks of this node have written about what they do (their positions), by rank."""
     found = {}
     for path in local.glob("rank-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -96,7 +96,7 @@ def join_positions(
 
 @final
 class PositionReader:
-    """Reads, for one rank, the positions of other ranks, from one file per other node."""
+    """Reads, for one rank, the positions of other ranks (what they do now), from one file per other node."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class PositionReader:
         self._node_silent_s = node_silent_s
 
     def read(self, ranks: Sequence[int], *, within_s: float) -> Positions:
-        """Returns the positions of `ranks`, and of other ranks on their nodes.
+        """Returns the positions (what ranks do now) of `ranks`, and of the other ranks on the same nodes.
 
         within_s: time limit for reading all files.
         """
@@ -307,7 +307,7 @@ class Board:
     # ---- this rank's file
 
     def publish(self) -> None:
-        """Writes this rank's position now. Thread-safe."""
+        """Writes now what this rank does (its position) into the rank's file. Thread-safe."""
         with self._writing:
             if not self._over.is_set():
                 self._publish()

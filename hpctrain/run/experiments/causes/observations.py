@@ -42,9 +42,11 @@ class Resumptions:
     """Comparisons of three runs that were stopped and resumed, each with the run that was not stopped.
 
     Attributes:
-        plain: For a run that was resumed from the checkpoint alone.
-        with_generators: For a run that also got the user's own generators from the stopped run; None if not made.
-        with_state: For a run that also got all other values of the user that a checkpoint lacks; None if not made.
+        plain: The comparison of a run that was resumed from the checkpoint alone.
+        with_generators: The comparison of a run that also got the user's own generators from the stopped run; None if
+            not made.
+        with_state: The comparison of a run that also got all other values of the user that a checkpoint lacks; None if
+            not made.
     """
 
     plain: TrialComparison = EQUAL
@@ -148,7 +150,7 @@ class Observations:
         return bool(found) and not any(comparison.applied or comparison.expected for comparison in found)
 
     def compared(self) -> dict[str, TrialComparison]:
-        """Returns the comparisons that were made, by a text that says what they compare."""
+        """Returns the comparisons that were made. The key of a comparison is a text that says what was compared."""
         ranks = f"{self.num_ranks} ranks"
         resumed = self.resumed.plain if self.resumed is not None else None
         if self.refused is not None:

@@ -32,7 +32,7 @@ _DROPOUTS = frozenset({
 class GeneratorWatch:
     """Finds which of the process's random number generators (torch, numpy, python, cuda) a `with` block uses.
 
-    After the block, `used` holds their names.
+    After the block, `used` holds the names of these generators.
     """
 
     def __init__(self, device: torch.device) -> None:
