@@ -1,7 +1,7 @@
 """Runs the operations of one process set in order, and checks before each that all ranks call the same operation.
 
-The check is one all-reduce of 32 bytes. It also finds ranks that have called `join`. These ranks contribute zeros to
-the reductions of the other ranks until all ranks have joined.
+The check is one all-reduce of 32 bytes. The check also finds ranks that have called `join`. These ranks contribute
+zeros to the reductions of the other ranks until all ranks have joined.
 """
 
 from __future__ import annotations

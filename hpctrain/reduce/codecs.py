@@ -302,7 +302,8 @@ class Residuals:
     def end_step(self, *, applied: bool, rescale: float) -> None:
         """Ends the step. If the step was `applied`, the new residuals replace the old residuals.
 
-        rescale: the loss scale of the next step divided by that of this step; residuals are multiplied by it.
+        rescale: the loss scale of the next step divided by that of this step; residuals are multiplied by this
+        quotient.
         """
         if applied:
             self._row, self._left = self._left, self._row
@@ -335,7 +336,7 @@ class Residuals:
         return {name: [range(*part_of(num_rows, part=self._rank, num_parts=self._num_ranks))]}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """Restores this rank's residuals. Without saved residuals, all of them are 0.
+        """Restores this rank's residuals. Without saved residuals, all residuals are 0.
 
         If the checkpoint was saved by another number of ranks, the saved rows are divided over the ranks, and each rank
         adds up its rows: so each saved residual is sent exactly once.
@@ -436,7 +437,8 @@ class CodecFeedback:
     def end_step(self, *, applied: bool, rescale: float) -> None:
         """Ends the step. If the step was `applied`, the new errors replace the old errors.
 
-        rescale: the loss scale of the next step divided by that of this step; the errors are multiplied by it.
+        rescale: the loss scale of the next step divided by that of this step; the errors are multiplied by this
+        quotient.
         """
         if applied:
             self.lost, self._new = self._new, self.lost

@@ -435,7 +435,7 @@ def reduction_plan(recipe: Recipe) -> ReductionRequest:
     """Returns the reduction that the section [reduction] asks for.
 
     If the section fixes only the algorithm, the wire format is chosen by measurement; if it fixes only the wire format,
-    the algorithm is.
+    the algorithm is chosen by measurement.
     """
     section = recipe.reduction
     return ReductionRequest(

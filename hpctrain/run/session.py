@@ -188,7 +188,7 @@ class Session:
         return self.world_size
 
     def note(self, text: str) -> None:
-        """Adds a note for the user. Rank 0 prints it at once, and the record of the run keeps it."""
+        """Adds a note for the user. Rank 0 prints the note at once, and the record of the run keeps it."""
         self.notes.append(text)
         if self.rank == 0:
             tell(f"note: {text}")
@@ -230,7 +230,8 @@ class Session:
                 `foreach`. With fused kernels, parameters differ from those of the plain optimizer by rounding.
 
         Returns:
-            The wrapped optimizer. It is a `SplitModelUpdater` for sharded parameters, split layers and pipelines, and
+            The wrapped optimizer. The result is a `SplitModelUpdater` for sharded parameters, split layers and
+            pipelines, and
                 on more than one rank a `ZeroUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
 
         Raises:

@@ -207,7 +207,7 @@ class LeaseLocation:
         return max((number for number, partial in self._files().values() if not partial), default=0)
 
     def remove_older(self, number: int) -> None:
-        """Removes the files of leases before `number`, including partial ones of processes that were killed."""
+        """Removes the files of leases before `number`, including partial files of processes that were killed."""
         for path, (other, _) in self._files().items():
             if other < number:
                 with suppress(OSError):
@@ -304,7 +304,7 @@ class Lease:
     def check(self) -> None:
         """Raises InUseError if another process has taken the lease over.
 
-        This looks up two files. If somebody has deleted the file of this lease, it is created again.
+        This looks up two files. If somebody has deleted the file of this lease, the file is created again.
         """
         if self._own.exists() and not self._place.path(self._number + 1).exists():
             return

@@ -258,7 +258,7 @@ class Supervisor:
         """Runs attempts, and returns the exit code of the command.
 
         The exit code is 0 if the run is finished, and 75 if the job is to be queued again. If the user has stopped the
-        ranks, it is the exit code of the ranks. Raises GivenUp if a restart would not help.
+        ranks, their exit code is returned. Raises GivenUp if a restart would not help.
         """
         self._run.directory.mkdir(parents=True, exist_ok=True)
         close_open_attempt(self._ledger, directory=self._run.directory, checkpoints=self._run.checkpoints)

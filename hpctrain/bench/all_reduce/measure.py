@@ -40,9 +40,9 @@ def algorithm_bandwidth(num_bytes: int, *, seconds: float) -> float:
 def bus_bandwidth(num_bytes: int, *, seconds: float, num_ranks: int) -> float:
     """Returns the algorithm bandwidth times 2 (N-1)/N in bytes/s: the traffic through each link of a ring of N ranks.
 
-    Unlike the algorithm bandwidth, it can be compared with the rate of the hardware on any number of ranks. It can
-    exceed that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less traffic than
-    in a flat ring (ranks that share a node).
+    Unlike the algorithm bandwidth, the bus bandwidth can be compared with the rate of the hardware on any number of
+    ranks. It exceeds that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less
+    traffic than in a flat ring (ranks that share a node).
     """
     return algorithm_bandwidth(num_bytes, seconds=seconds) * 2 * (num_ranks - 1) / num_ranks
 
@@ -97,7 +97,8 @@ class CellResult:
         samples_s: For each repeat, the seconds of the slowest rank.
         sent_bytes_per_node: The payload bytes that a node sent per reduction; the largest value of all nodes.
         relative_error: The error of the last reduction on the worst rank: the largest difference from the float64 sum,
-            divided by the largest absolute value of that sum. It includes the error feedback of earlier reductions.
+            divided by the largest absolute value of that sum. The error includes the error feedback of earlier
+            reductions.
     """
 
     cell: Cell
@@ -110,8 +111,8 @@ def bucket_of(num_elements: int, *, number: int = 0, position: int = 0) -> Bucke
     """Returns a bucket of exactly `num_elements` float32 values, two of which are flags that gradients were used.
 
     The other values are the largest square matrix that fits, and a vector of the rest. The matrix is there because
-    low-rank wire formats send only matrices as factors; for other formats it makes no difference. There is no padding
-    before the flags, so that 4 KB in the table are 4 KB. A small bucket has only a vector and one flag.
+    low-rank wire formats send only matrices as factors; for other formats the matrix makes no difference. There is no
+    padding before the flags, so that 4 KB in the table are 4 KB. A small bucket has only a vector and one flag.
     """
     side = math.isqrt(max(0, num_elements - 2))
     numels = [num_elements - 1] if side < 4 else [side * side, num_elements - 2 - side * side]

@@ -59,7 +59,7 @@ class ScalingRun(_Part):
         samples: The number of samples of all ranks and measured steps.
         sample_sums: For each measured step a hash of the set of samples of all ranks, 16 hexadecimal digits.
         by_rank: For each rank, its sums over the measured steps.
-        job: The ID of the run's own Slurm job; None if it had none.
+        job: The ID of the run's own Slurm job; None if the run had no job of its own.
         environment: The run's environment.json, in the first run of each size; null in the other runs.
     """
 

@@ -224,8 +224,8 @@ def choose_engine(
     """Returns the engine for checkpoints in `directory`. Collective; the result is cached per `comm` and `directory`.
 
     Args:
-        requested: AUTO chooses DIRECT for one rank, in the background, and on local filesystems; elsewhere it
-            measures both engines once and chooses the faster one.
+        requested: AUTO chooses DIRECT for one rank, in the background, and on local filesystems; elsewhere both engines
+            are measured once, and the faster engine is chosen.
         directory: Directory of the checkpoints.
         comm: The ranks that save together.
         in_background: True if another thread writes. That thread must not communicate, so only DIRECT is possible.

@@ -47,8 +47,8 @@ class Staging:
     def memory_for(self, offset: int, num_bytes: int) -> _Memory:
         """Returns uninitialized memory for the `num_bytes` bytes of the file at `offset`: uint8, shape (num_bytes,).
 
-        The caller fills it and passes all of it, or nothing, to the writer, before other bytes and before the next
-        call of `memory_for`. Afterwards the caller must not use the memory.
+        The caller fills the memory and passes all of it, or nothing, to the writer, before other bytes and before the
+        next call of `memory_for`. Afterwards the caller must not use the memory.
         """
         lent = None if self._lend is None else self._lend(offset, num_bytes)
         return np.empty(num_bytes, dtype=np.uint8) if lent is None else lent

@@ -226,8 +226,8 @@ class StoredTensor:
         name: Name of the tensor.
         dtype: Name of the torch dtype, such as "float32".
         shape: Shape of the tensor.
-        view: Shape of the array in which pieces and extents are boxes. It is the tensor's own shape if the tensor
-            was sharded, and (num_elems,), the shape of the flattened tensor, if it was replicated.
+        view: Shape of the array in which pieces and extents are boxes. This is the tensor's own shape if the tensor was
+            sharded, and (num_elems,), the shape of the flattened tensor, if the tensor was replicated.
         pieces: The datasets. Together they hold every element of the view exactly once.
     """
 

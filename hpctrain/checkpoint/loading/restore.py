@@ -80,7 +80,8 @@ def load_newest_good(
 ) -> Restored | None:
     """Loads the newest checkpoint in which no rank finds damage in the bytes that it reads. Collective.
 
-    A damaged checkpoint is reported on stderr, and the next older one is tried; all ranks load the same one.
+    A damaged checkpoint is reported on stderr, and the next older checkpoint is tried; all ranks load the same
+    checkpoint.
 
     Args:
         directory: Directory of the checkpoints.
@@ -115,7 +116,7 @@ def load_newest_good(
 def newest_that(
     read: Callable[[Checkpoint], T], *, directory: Path, comm: Collective, rejected: list[Rejected]
 ) -> T | None:
-    """Calls `read` with the newest checkpoint, then with older ones until `read` succeeds. Collective.
+    """Calls `read` with the newest checkpoint, then with older checkpoints until `read` succeeds. Collective.
 
     Returns what `read` returned; None if there is no checkpoint. `read` is collective and must raise on all ranks or on
     none. The skipped checkpoints are appended to `rejected`. Raises CheckpointError on every rank if there are
@@ -145,7 +146,7 @@ def load(
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
-    """Loads one given checkpoint. If it is damaged, no other one is tried. Collective.
+    """Loads one given checkpoint. If this checkpoint is damaged, no other checkpoint is tried. Collective.
 
     Args:
         path: The checkpoint, a file or a folder.

@@ -340,14 +340,15 @@ def prune(
 ) -> Pruned:
     """Deletes the checkpoints of a directory that `retention` does not keep, after verifying the newest one.
 
-    Collective. First every byte of the newest checkpoint is verified by all ranks together; if it is damaged, the
-    next older one is tried, and so on. The verified checkpoint and all newer ones are kept.
+    Collective. First every byte of the newest checkpoint is verified by all ranks together; if it is damaged, the next
+    older checkpoint is tried, and so on. The verified checkpoint and all newer checkpoints are kept.
 
     Args:
         directory: Directory of the checkpoints.
         comm: The ranks that share the verification.
         retention: Which checkpoints are kept.
-        unfinished: Also remove partial checkpoints of killed saves. Do not use it while a run may be saving there.
+        unfinished: Also remove partial checkpoints of killed saves. Do not use this option while a run may be saving
+            there.
         dry_run: Delete nothing, only report what would be deleted.
         progress: As in `verify`.
 

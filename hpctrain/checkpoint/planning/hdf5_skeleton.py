@@ -257,7 +257,7 @@ class TensorsText:
     written_as: NDArray[np.int64]
 
     def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
-        """Returns the text with the file offsets filled in; `offsets` has one per piece, in the text's order."""
+        """Returns the text with the file offsets filled in; `offsets` has one entry per piece, in the text's order."""
         digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
         filled = np.frombuffer(self.text, dtype=np.uint8).copy()
         _fill(filled, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)

@@ -217,7 +217,7 @@ def content_of(
 def copy_to(buffer: torch.Tensor, sources: Sequence[Item], own: OwnBytes) -> None:
     """Copies all of this rank's bytes, group after group, into `buffer`: uint8, shape (`copy_bytes`,), on the host.
 
-    Copies from a device are queued on its current stream: synchronize before reading the buffer or changing a
+    Copies from a device are queued on the device's current stream: synchronize before reading the buffer or changing a
     tensor.
     """
     for group, position in zip(own.groups, _places(own), strict=True):

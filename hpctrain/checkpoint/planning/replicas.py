@@ -152,8 +152,8 @@ def compare_replicas(
 ) -> ReplicaMismatch | None:  # fmt: skip
     """Compares the ranks' copies, and returns the differences or None. Collective.
 
-    It costs one all-reduce of three numbers, unless copies differ. `sources` is `State.sources()`; `number` is the
-    number of the sample, the same on every rank. Raises on every rank: CheckpointError if a rank cannot read its
+    The comparison costs one all-reduce of three numbers, unless copies differ. `sources` is `State.sources()`; `number`
+    is the number of the sample, the same on every rank. Raises on every rank: CheckpointError if a rank cannot read its
     copies; UsageError if copies differ and the ranks have different settings.
     """
     segments: list[Segment] = []

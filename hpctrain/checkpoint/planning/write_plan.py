@@ -260,8 +260,8 @@ class PlannedTensor:
     The pieces and extents of the tensor are boxes (rectangular regions) of an array of shape `view`, which has the same
     elements.
 
-    For replicated tensors `view` is `(num_elems,)`, so that an extent can be any range of elements; for sharded
-    ones it is the tensor's own shape.
+    For replicated tensors `view` is `(num_elems,)`, so that an extent can be any range of elements; for sharded tensors
+    `view` is the tensor's own shape.
     """
 
     name: str

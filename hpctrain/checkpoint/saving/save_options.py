@@ -21,7 +21,7 @@ class SaveOptions:
     """Options of a save. They must be the same on every rank.
 
     Attributes:
-        keep: Which checkpoints to keep after the commit: a `Retention`, the number of the newest ones to keep, or
+        keep: Which checkpoints to keep after the commit: a `Retention`, the number of newest checkpoints to keep, or
             None for all.
         engine: How the bytes are written: "auto", "direct" or "mpio" (see `Engine`).
         files: Number of files. 1: one file. K > 1: a folder of K files, each written by a group of consecutive

@@ -144,9 +144,9 @@ class LocalStore:
     # ------------------------------------------------------------------ retention
 
     def prune(self, kind: str) -> None:
-        """Removes the files of `kind` that are older than the newest `keep_steps` complete ones.
+        """Removes the files of `kind` that are older than the newest `keep_steps` complete files.
 
-        Complete files are those with a note; older incomplete files are removed as well. Raises CheckpointError.
+        A file is complete if it has a note; older incomplete files are removed as well. Raises CheckpointError.
         """
         directory = self.root / kind
         with explained(action="remove older copies from", path=directory):

@@ -76,9 +76,9 @@ class PartnerAddress:
 def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float) -> socket.socket:
     """Returns an authenticated connection to the partner. Raises PartnerError.
 
-    It tries all addresses in turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so
-    that an address that never answers (behind a firewall) leaves time for the others. Later waits on the connection
-    are limited to `timeout_s` seconds each.
+    All addresses are tried in turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so
+    that an address that never answers (behind a firewall) leaves time for the others. Later waits on the connection are
+    limited to `timeout_s` seconds each.
     """
     deadline, reasons = time.monotonic() + within_s, dict[str, str]()
     each_s = within_s / (2 * max(1, len(partner.addresses)))
@@ -473,7 +473,7 @@ def send_file(
 ) -> DrainedFile:
     """Sends the file that `offer` describes. Returns when the partner has verified and flushed the copy to disk.
 
-    It uses 1 MiB of memory.
+    Uses 1 MiB of memory.
 
     Args:
         path: The file.
@@ -482,7 +482,7 @@ def send_file(
         token: Secret shared by the run's leaders.
         pace: Rate limiter; None: no limit.
         timeout_s: Longest time to wait for an answer, in seconds.
-        on_bytes: Called with the length of each piece; it may raise to stop.
+        on_bytes: Called with the length of each piece. The function may raise to stop.
 
     Raises:
         PartnerError: If the partner cannot be reached or fails. The message states the partner's name and the

@@ -1,8 +1,8 @@
 """Recovery at the start of a run: drains a checkpoint that is on the nodes but did not reach the shared folder.
 
-It copies the newest checkpoint of which every file is on some node, as the node's own or as a partner's copy, to
-the shared folder and commits it there, where a load finds it. One node may be lost, and the run may have other
-nodes than before.
+`recover` copies the newest checkpoint of which every file is on some node, as the node's own or as a partner's copy, to
+the shared folder and commits it there, where a load finds it. One node may be lost, and the run may have other nodes
+than before.
 """
 
 from __future__ import annotations

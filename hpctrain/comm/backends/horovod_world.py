@@ -107,8 +107,8 @@ class HorovodWorld(Forwarding):
     def abort(self, exit_code: int) -> None:
         """Ends all ranks with `exit_code`, from any thread.
 
-        Calls MPI_Abort if mpi4py is installed. Otherwise it ends this process at once, and the launcher then ends the
-        others, because a rank has ended without finalizing.
+        Calls MPI_Abort if mpi4py is installed. Otherwise this process ends at once, and the launcher then ends all
+        other ranks, because a rank has ended without finalizing.
         """
         sys.stdout.flush()
         sys.stderr.flush()

@@ -202,12 +202,12 @@ class World(Collective, Protocol):
         """
 
     def transport(self, topology: Topology) -> Transport | None:
-        """Returns point-to-point messages and node-shared memory for all ranks; None if the backend has none.
+        """Returns point-to-point messages and node-shared memory for all ranks; None if the backend lacks these.
 
         Collective.
 
         Args:
-            topology: Placement of the ranks, which decides which of them share memory.
+            topology: Placement of the ranks, which decides which ranks share memory.
         """
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:

@@ -63,7 +63,7 @@ class Track:
         return self.sequence, self.since
 
     def waited_s(self) -> float:
-        """Returns the seconds since the current operation started; 0 if none is running, or if it has no time limit."""
+        """Returns the seconds since the current operation started; 0 without an operation, or without a time limit."""
         since = self.since
         return 0.0 if since is None or not self.limited else time.monotonic() - since
 

@@ -277,7 +277,7 @@ def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightedOrder:
-    """Order of one epoch in which the sample of each position is drawn with replacement, independently of the others.
+    """Order of one epoch in which the sample of each position is drawn independently, with replacement.
 
     `sums` is the result of `cumulative_weights`, shape (number of samples of the dataset,). `num_samples` is the number
     of draws per epoch. Each position costs one binary search. A sample of weight 0 is never drawn.

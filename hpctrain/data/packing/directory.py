@@ -66,7 +66,7 @@ class PackingSpec:
         return _hash_of(self.document)
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """Returns in words the keys in which another plan differs from this one, with both values.
+        """Returns in words the keys in which another plan differs from this plan, with both values.
 
         Returns "" if the plans are equal. `other` is the document of the other plan.
         """

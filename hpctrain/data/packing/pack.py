@@ -197,7 +197,7 @@ def pack_arrays(
 
     Raises:
         DataError: If the arrays are not valid fields, or if a file cannot be written.
-        UsageError: If the directory contains files with which `existing` does not allow to pack into it.
+        UsageError: If `existing` does not allow packing into the directory with the files that it contains now.
     """
     options = PackOptions(
         shard_bytes=shard_bytes,

@@ -102,7 +102,7 @@ def _top(origin: str) -> str:
 
 
 def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> list[str]:
-    """Returns the modules to import for a program: known libraries that it imports, and those that the user names.
+    """Returns the modules to import for a program: known libraries that it imports, and modules named by the user.
 
     The function reads the program's file, but imports no code of the user.
     """

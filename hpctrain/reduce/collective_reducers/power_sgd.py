@@ -136,10 +136,10 @@ class LowRankReducer(StepEnd):
     """`BucketReducer` that sends matrices as factors, and all other parameters unchanged, with error feedback.
 
     Each bucket needs two all_reduce operations in the bucket's dtype. These operations block, so buckets are reduced
-    one after another. The result is deterministic. It is bitwise equal on every rank if the ranks' processors and
-    libraries are the same, since each rank orthonormalizes P itself. If a bucket is not finite on any rank, the result
-    is not finite on all ranks, and the residuals do not change (`end_step`). A parameter that no rank used keeps its
-    residual.
+    one after another. The result is deterministic. The result is bitwise equal on every rank if the ranks' processors
+    and libraries are the same, since each rank orthonormalizes P itself. If a bucket is not finite on any rank, the
+    result is not finite on all ranks, and the residuals do not change (`end_step`). A parameter that no rank used keeps
+    its residual.
 
     Args:
         comm: Communicator used by this object only.

@@ -38,8 +38,8 @@ _ALIGNMENT = 8
 class TopKMessage:
     """Layout of one rank's message for one bucket: range, indices, values, flags, each at a multiple of 8 bytes.
 
-    The range is one float64, the largest absolute value; it is not finite if any of the rank's values is not finite.
-    Each flag is one byte.
+    The range is one float64, the largest absolute value; the range is not finite if any of the rank's values is not
+    finite. Each flag is one byte.
 
     count: number of elements that are sent.
     num_flags: number of flags.

@@ -45,7 +45,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A buffer of gradients that is reduced as a whole. It has at least one slot.
+    """A buffer of gradients that is reduced as a whole. A bucket has at least one slot (place of a gradient).
 
     numel: number of elements, including gap and flags.
     """

@@ -103,9 +103,9 @@ class DistributedOptimizer(Protocol):
         Args:
             sums: Numbers to sum over the ranks together with the gradients (the loss, a vote to stop). Every rank
                 passes the same keys.
-            accepts: Function of the global gradient norm and the sums. If it returns False, the step is dropped on
-                all ranks: parameters, optimizer and loss scale do not change. `accepts` must return the same on every
-                rank.
+            accepts: Function of the global gradient norm and the sums. If `accepts` returns False, the step is dropped
+                on all ranks: parameters, optimizer and loss scale do not change. `accepts` must return the same on
+                every rank.
             divide_by: Name of a number in `sums`. Gradients and norm are divided by the sum of this number over the
                 ranks. Use it if the weights of the losses (numbers of tokens, for example) do not add up to 1. If the
                 sum is 0, the step is dropped and the loss scale does not change.

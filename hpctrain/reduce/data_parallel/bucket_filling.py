@@ -23,7 +23,7 @@ from hpctrain.reduce.data_parallel.parameter_checks import ParameterChecks
 
 @final
 class BackwardClock:
-    """Context manager around the last backward of a step. It records when each bucket becomes complete.
+    """Context manager around the last backward of a step, which records when each bucket becomes complete.
 
     Predictions of the scaling to more nodes use these times.
     """

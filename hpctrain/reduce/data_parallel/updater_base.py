@@ -93,7 +93,7 @@ class UpdaterBase(Watched, ABC):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer. Its state is saved in checkpoints; learning rate schedulers need it too."""
+        """The wrapped optimizer. Checkpoints save the state of this optimizer; learning rate schedulers need it too."""
         return self._optimizer
 
     @property

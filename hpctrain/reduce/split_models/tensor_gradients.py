@@ -66,9 +66,10 @@ class EarlySums:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Context manager around the last backward of a step. It starts the sums of gradients that are complete.
+        """Context manager around the last backward of a step. Starts the sums of gradients that are complete.
 
-        Every rank calls it the same number of times. Raises UsageError for another backward before `finish`.
+        Every rank must enter the context the same number of times. Raises UsageError for another backward before
+        `finish`.
         """
         self._check_last()
         self._watching = self._had_last = True

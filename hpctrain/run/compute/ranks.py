@@ -110,6 +110,6 @@ class RankAxes:
         self._mesh = ParallelMesh.plan(self._topology, tensor=tensor, pipeline=pipeline)
 
     def for_loader(self) -> Axis:
-        """Returns the data axis for a loader, and fixes the axes from now on."""
+        """Returns the data axis for a loader. From now on, `arrange` can no longer change the axes."""
         self._used = True
         return self.data

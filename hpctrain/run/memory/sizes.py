@@ -296,7 +296,7 @@ class Measured:
         return part.of_one(whole, part.whole[saving], tensor=plan.tensor).at(samples)
 
     def layers_of(self, plan: ParallelPlan) -> LayerActivations | None:
-        """Returns the memory of a pipeline's layers, or of a rank's parts of them; None if not measured."""
+        """Returns the memory of a pipeline's layers, or of a rank's parts of these layers; None if not measured."""
         saving, part = plan.activation_checkpointing, self.part(plan)
         whole = self.layers.get(saving)
         if whole is None or plan.tensor == 1:

@@ -167,7 +167,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Parses numbers of nodes such as `1,2,8` or `1..4096`. Returns them ascending.
+    """Parses numbers of nodes such as `1,2,8` or `1..4096`. Returns the numbers, ascending.
 
     A range stands for its two ends and the powers of two between them. Raises UsageError for other texts.
     """

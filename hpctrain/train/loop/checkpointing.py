@@ -47,7 +47,7 @@ def with_quality(state: State, *, quality: Mapping[str, float], step: int | None
 
 @final
 class Checkpointing:
-    """Saves the checkpoints of a run. A context manager: on exit, it completes the save in flight.
+    """Saves the checkpoints of a run. A context manager: on exit, the save in flight is completed.
 
     The save is also completed after an agreed error, which is an error that all ranks raise. The ranks decide together
     through the sums of a step: each rank contributes `votes`, and `after_step` reads the sums.

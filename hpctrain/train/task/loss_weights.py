@@ -99,7 +99,7 @@ class LossWeights:
         self._agree(given=self._given)
 
     def of_fields(self, part: Batch) -> float:
-        """Returns the weight of a micro-batch from the task's method `weight`. Raises UsageError if it is invalid."""
+        """Returns the weight of a micro-batch from the task's method `weight`. Raises UsageError for a wrong weight."""
         assert self._method is not None
         if part.num_samples == 0:
             return 0.0

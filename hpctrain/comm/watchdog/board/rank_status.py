@@ -100,7 +100,7 @@ class GroupPosition:
     sequence: number of operations that the rank has started on the communicator.
     operation: name of the last operation that was started.
     waiting_s: seconds since that operation started; None if it is complete.
-    signature: text with the operation's arguments, which must be equal on all ranks; None if it is not compared.
+    signature: text with the operation's arguments, which must be equal on all ranks; None if ranks do not compare it.
     num_ranks: size of the communicator.
     """
 
@@ -570,9 +570,9 @@ def find_mismatch(
 ) -> SignatureMismatch | None:
     """Returns the first operation whose ranks have different signatures (texts with the arguments); None if all agree.
 
-    The most frequent signature counts as correct. If several are equally frequent, the one of the lowest rank counts as
-    correct; this case is reported only if all ranks of the group are in the operation, or the group is in `decided`.
-    Otherwise the next rank that starts the operation may decide which signature is the most frequent.
+    The most frequent signature counts as correct. If several signatures are equally frequent, that of the lowest rank
+    counts as correct; this case is reported only if all ranks of the group are in the operation, or the group is in
+    `decided`. Otherwise the next rank that starts the operation may decide which signature is the most frequent.
 
     decided: communicators that will not be compared again for this operation.
     """
