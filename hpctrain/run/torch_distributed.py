@@ -37,7 +37,7 @@ def init_process_group(
             GPU, else "cpu".
         timeout_s: The time limit of an operation in seconds. If `session` is given, the limit of that session counts.
         watch_folder: A folder on a filesystem that all nodes share. With it, the message at the time limit names the
-            missing ranks and the position of each in the program.
+            missing ranks, and where in the program each missing rank is.
 
     Returns:
         The session.

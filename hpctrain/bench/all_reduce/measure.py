@@ -41,7 +41,7 @@ def bus_bandwidth(num_bytes: int, *, seconds: float, num_ranks: int) -> float:
     """Returns the algorithm bandwidth times 2 (N-1)/N in bytes/s: the traffic through each link of a ring of N ranks.
 
     Unlike the algorithm bandwidth, the bus bandwidth can be compared with the rate of the hardware on any number of
-    ranks. It exceeds that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less
+    ranks. It can exceed that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less
     traffic than in a flat ring (ranks that share a node).
     """
     return algorithm_bandwidth(num_bytes, seconds=seconds) * 2 * (num_ranks - 1) / num_ranks

@@ -352,7 +352,7 @@ def scaling_table(document: ScalingDocument) -> Table:
 
 
 def scaling_lines(document: ScalingDocument) -> list[str]:
-    """Returns the lines below the table: fitted laws, which one to use and why, what was checked, notes."""
+    """Returns the lines below the table: fitted laws, which law to use and why, what was checked, notes."""
     lines = []
     if document.fits is not None:
         lines += [_law_line(law, chosen=document.fits["chosen"]) for law in document.fits["laws"]]

@@ -378,7 +378,7 @@ def hdf5_lock() -> AbstractContextManager[object]:
     """Returns the lock that h5py holds while it calls HDF5. A thread that holds the lock may take it again.
 
     Hold the lock when you call functions of h5py's low-level interface: h5py 3.14 and older do not take the lock in
-    read_direct_chunk. Without it, threads that read chunks got errors, or the process ended.
+    read_direct_chunk. Without the lock, threads that read chunks got errors, or the process ended.
     """
     from h5py._objects import phil
 

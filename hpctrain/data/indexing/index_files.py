@@ -77,7 +77,7 @@ def share_work(
     """Calls `function` for each item, each on one of the ranks, and returns all results. Collective over `comm`.
 
     All ranks get the results of all items, in the order of the items. The items must be the same on all ranks.
-    `function` must return JSON values. If `function` raises an error on one rank, all ranks raise it.
+    `function` must return JSON values. If `function` raises an error on one rank, all ranks raise this error.
     """
     share = rank_share(0, len(items), rank=comm.rank, num_ranks=comm.num_ranks)
 
