@@ -153,11 +153,11 @@ class FileLayout:
 
     Attributes:
         files: Which rank writes to which file.
-        skeleton: The HDF5 structures of this rank's file, if the rank is its leader; else None.
+        skeleton: The HDF5 structures of this rank's file, if this rank is the leader of the file; else None.
         text: The list of tensors in the metadata, as JSON text, on rank 0; else None.
         own: The bytes that this rank writes.
         kinds: Dtype, shape and memory layout of each source. The sources are the items in `State.sources()`.
-        replicas: The replicated tensors, of which the ranks compare their copies.
+        replicas: The replicated tensors. The ranks compare their copies of these tensors.
     """
 
     files: Files

@@ -35,7 +35,7 @@ def square_of(norms: torch.Tensor) -> float:
 def square_of_all(tensors: Iterable[torch.Tensor]) -> float:
     """Returns the sum of the squares of all elements of `tensors`, which may have any shape.
 
-    The sum is infinite or NaN if an element is.
+    The sum is infinite or NaN if an element is infinite or NaN.
 
     Needs memory for one norm per ROW_ELEMS elements, and for a copy of each tensor that is not contiguous.
     """
@@ -61,8 +61,8 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
 class GradientSquares:
     """Computes the sum of the squares of the gradients in planned buckets.
 
-    Other elements of the buckets (flags of used parameters, padding) do not count. It takes little more time than
-    reading the memory once, and is exact enough for a norm.
+    Other elements of the buckets (flags of used parameters, padding) do not count. The computation takes little more
+    time than reading the memory once, and is exact enough for a norm.
     """
 
     def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> None:
@@ -72,7 +72,7 @@ class GradientSquares:
         self._rows = [rows for values in gradients for rows in in_rows(values)]
 
     def of_share(self, share: int, *, num_shares: int) -> float:
-        """Returns the sum of squares of part `share` of the gradients; the parts add up to the sum over all."""
+        """Returns the sum of squares of one share of the gradients. The results for all shares add up to the whole."""
         mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
         return _square_of_rows([rows for rows in mine if rows.numel()])
 

@@ -22,7 +22,7 @@ from hpctrain.reduce.data_parallel.parameter_checks import ParameterChecks
 
 @final
 class BackwardClock:
-    """Context manager around the last backward of a step. It records when each bucket becomes complete.
+    """Context manager around the last backward of a step, which records when each bucket becomes complete.
 
     Predictions of the scaling to more nodes use these times.
     """
@@ -47,7 +47,7 @@ class BackwardClock:
     def times(self, buckets: Sequence[Bucket], *, update_s: float) -> BackwardTimes | None:
         """Returns the times of the step.
 
-        Returns None if backward ran outside of this context manager, or if a bucket was incomplete when it ended.
+        Returns None if backward ran outside of this context manager, or if a bucket was incomplete when backward ended.
         """
         if not self._began < self._ended or not self._filled or self._filled[-1] > self._ended:
             return None
@@ -70,7 +70,7 @@ _MIN_ANNOUNCED_ELEMS = 1 << 15
 class BucketFilling:
     """Fills the buckets of `memory` with the gradients of one step at a time.
 
-    checks: checks of the parameters, which explain an error in writing a gradient.
+    checks: checks of the parameters. If a gradient cannot be written, these checks explain the error.
     reducer: reducer that sums the buckets.
     announces: True to tell the reducer when a part of a bucket is filled (`BucketReducer.filled`).
     submit: function that is called with the index of each complete bucket.

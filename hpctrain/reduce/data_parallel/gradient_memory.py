@@ -1,7 +1,7 @@
 """Gradients in bucket memory: the gradients of a step are summed in the buckets, where the optimizer reads the sums.
 
-From backward until the sums are complete, `.grad` is a placeholder, and every use of it is an error
-(`PendingGradient`).
+From backward until the sums are complete, `.grad` is a placeholder (`PendingGradient`), and every use of the
+placeholder is an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NO_NUMPY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist"
 
 @final
 class PendingGradient(torch.Tensor):
-    """Placeholder for `.grad` while a gradient is being summed: a tensor without memory. Every use of it is an error.
+    """Placeholder for `.grad` while a gradient is being summed: a tensor without memory. Every use is an error.
 
     So nothing can change a gradient whose sum has started, or read a half-summed gradient: neither a numpy view, nor
     operations that do not increase the tensor's version counter (GradScaler, fused optimizers, `.data`). PyTorch passes
@@ -108,8 +108,8 @@ class PendingGradient(torch.Tensor):
     def add_to_held(self, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
         """Adds a gradient to `held`, as backward adds it to `.grad`. Returns the new `.grad`.
 
-        If the addition is in place, the new `.grad` is this placeholder. Otherwise it is the sum, and `held` is then
-        None.
+        If the addition is in place, the new `.grad` is this placeholder. Otherwise the new `.grad` is the sum, and
+        `held` is then None.
         """
         assert self.held is not None
         if in_place:
@@ -125,7 +125,7 @@ class PendingGradient(torch.Tensor):
 def ran_twice() -> BackwardRanTwice:
     """Returns the error for a second gradient of a parameter in one step.
 
-    Its message differs within reentrant activation checkpointing.
+    The message differs within reentrant activation checkpointing.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -358,7 +358,7 @@ class GradientMemory:
     def forget(self, *, applied: bool = True) -> None:
         """Ends the step: the buckets may be written again. Call it after every `.grad` was dropped.
 
-        If a gradient is still referenced elsewhere (an optimizer may compare it with the next gradient), it gets memory
+        A gradient that is still referenced elsewhere (an optimizer may compare it with the next gradient) gets memory
         outside of the bucket. References to views of the gradient are not detected.
 
         applied: True if the step was applied.

@@ -28,7 +28,9 @@ _UNIT_BYTES = 25_000_000  # size of the gradients that are copied and summed at 
 
 @final
 class StageShares:
-    """This rank's share of a stage: the elements that it owns. The optimizer holds them until `release`.
+    """This rank's share of a pipeline stage: the elements that the rank owns.
+
+    The optimizer holds these elements until `release`.
 
     parameters: parameters of the optimizer, the same on every rank of `replicas`.
     replicas: communicator of the ranks that hold the same stage. Each element is owned by one of these ranks.
@@ -57,7 +59,9 @@ class StageShares:
         self._used = [False] * len(parameters)
 
     def sum(self) -> None:
-        """Sums the gradients over the replicas; each rank gets the sums of its elements. Collective over the replicas.
+        """Sums the gradients over the replicas; each rank gets the sums of the elements that it owns.
+
+        Collective over the replicas.
 
         Afterwards `.grad` of each parameter is None; whole gradients are dropped bucket by bucket.
         """
@@ -81,7 +85,7 @@ class StageShares:
     def square(self) -> float:
         """Returns the sum of the squares of this rank's part of the summed gradients.
 
-        It is infinite or NaN if one of these gradients is.
+        The result is infinite or NaN if one of these gradients is infinite or NaN.
         """
         return self._owned.square()
 

@@ -1,4 +1,4 @@
-"""The parts of the parameters that a rank owns: it sums their gradients, and its optimizer updates them."""
+"""The parts of the parameters that a rank owns: the rank sums their gradients, and its optimizer updates them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hpctrain.reduce.zero.zero_reducer import Gathered
 
 @final
 class OwnedParts:
-    """Replaces the optimizer's parameters by this rank's parts of them, until `release`.
+    """Replaces each parameter of the optimizer by this rank's part of the parameter, until `release`.
 
     optimizer_step: makes the steps of `optimizer`.
     gradients: for each bucket, the tensor that receives this rank's share of the summed gradients: shape (share,),
@@ -69,7 +69,7 @@ class OwnedParts:
         self._replace({id(p): part for p, part in zip(parameters, self.parts, strict=True)})
 
     def square(self) -> float:
-        """Returns the sum of the squares of the summed gradients; infinite or NaN if one of the gradients is."""
+        """Returns the sum of the squares of the summed gradients; infinite or NaN if a gradient is infinite or NaN."""
         return square_of_all(self.gradients)
 
     def scale_copied(self, factor: float) -> float:
@@ -93,7 +93,7 @@ class OwnedParts:
 
         Returns False if a sum overflows in the part's dtype (float16).
 
-        used: for each parameter, True if any rank used it.
+        used: for each parameter, True if any rank used the parameter.
         """
         finite = True
         for index, view in self._views.items():
@@ -182,7 +182,7 @@ class OwnedParts:
 
 
 def check_zero_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raises UsageError unless a rank can update its part of the parameters without the other parts."""
+    """Raises UsageError unless a rank can update its own part of the parameters without the parts of other ranks."""
     check_optimizer(optimizer, layout="optimizer")
     for parameter in parameters:
         if parameter.is_complex():
@@ -208,6 +208,8 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 @final
 class ParameterCopies:
     """Copies gradients and parameters between the model and the memory of units. Does not communicate.
+
+    A unit consists of the elements that one reduction sums.
 
     parameters: the parameters of the plan. Their memory must have no gaps.
     plan: division of the buckets over the ranks.
