@@ -94,8 +94,7 @@ class Session:
 
     `hpctrain.init` returns a session, to be used as a context manager. When the `with` block raises an error that all
     ranks share, rank 0 prints the error once, and every rank exits with the exit code of the error. An error of a
-    single rank is printed with the index of that rank and aborts the whole job, so that no other rank waits for that
-    rank.
+    single rank is printed with the index of that rank and aborts the whole job, so that no other rank waits.
 
     Attributes:
         identity: What the launcher says of this process, such as its rank and its node.
@@ -337,8 +336,7 @@ class Session:
     ) -> Path:
         """Saves a checkpoint with the complete state of a training. Collective.
 
-        The checkpoint holds the model, the optimizer, the states of the updater and of the random generators, and
-        `position`.
+        It holds the states of the model, the optimizer, the updater and the random generators, and `position`.
 
         Args:
             directory: The folder of the checkpoints, on a filesystem that all nodes share. The new checkpoint is named

@@ -507,10 +507,7 @@ _COMPARISONS = 3  # per operation, since ranks enter it and renew their files at
 
 @dataclass(slots=True)
 class ComparisonSchedule:
-    """Decides when the ranks' signatures of an operation are compared.
-
-    A signature is a text with the arguments of the operation. timeout_s: time limit of an operation.
-    """
+    """Decides when the ranks' signatures of an operation are compared. timeout_s: time limit of an operation."""
 
     timeout_s: float
     _after_s: float = field(init=False)
