@@ -229,8 +229,7 @@ class Session:
                 `foreach`. With fused kernels, parameters differ from those of the plain optimizer by rounding.
 
         Returns:
-            The wrapped optimizer. The result is a `SplitModelUpdater` for sharded parameters, split layers and
-            pipelines, and
+            The wrapped optimizer: a `SplitModelUpdater` for sharded parameters, split layers and pipelines, and
                 on more than one rank a `ZeroUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
 
         Raises:

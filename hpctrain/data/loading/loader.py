@@ -90,7 +90,7 @@ class InProgress:
 
     @contextlib.contextmanager
     def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
-        """Context in which this thread does what `text` says for the batch of `plan`. reads: True if it reads samples."""
+        """Context: this thread does what `text` says for the batch of `plan`. reads: True if it reads samples."""
         thread = threading.get_ident()
         self._stages[thread] = _Stage(
             plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
