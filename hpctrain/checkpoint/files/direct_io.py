@@ -188,7 +188,7 @@ class _Window:
         return self.limit - self.end
 
     def place(self, num_bytes: int) -> _Memory:
-        """Returns the memory for the next `num_bytes` bytes."""
+        """Returns the part of the buffer for the next `num_bytes` bytes of the file."""
         at = self.end - self.base
         return self.memory[at : at + num_bytes]
 

@@ -146,7 +146,7 @@ def copy_checkpoint(
     """Copies a checkpoint to `directory/step-<its step>`, completely and verified, or not at all. Collective.
 
     The copy gets its name after it is on disk and verified. Other checkpoints in `directory` are kept. Each rank
-    uses a buffer of 8 MiB, and 4 MiB for an extent while verifying.
+    uses a buffer of 8 MiB, and 4 MiB more while verifying.
 
     Args:
         source: A checkpoint, or a directory of checkpoints, whose newest one is copied.
@@ -156,8 +156,8 @@ def copy_checkpoint(
             a single file; larger: a folder of that many files. For a number, the source is verified, and the copy is
             saved anew from the memory-mapped files of the source.
         replace: Replace an existing checkpoint of the same step.
-        progress: Called with the number of bytes of this rank's share written and verified so far, and with twice
-            the size of the share. Not called while the copy is saved anew.
+        progress: Called with the bytes done so far and their total. Each byte of this rank's share counts twice: when
+            it is written, and when it is verified. Not called while the copy is saved anew.
         **options: Options of `save`. Allowed only if `files` is a number: only then is the copy saved anew.
 
     Returns:

@@ -175,9 +175,10 @@ class FileLayout:
             return False
 
     def groups_unchanged(self, sources: Sequence[Item]) -> Iterator[ExtentGroup]:
-        """Yields the groups of `own`, for a thread that writes them while the caller may change the tensors.
+        """Yields the groups of extents that this rank writes, for a thread that writes during further training.
 
-        Raises CheckpointError for a tensor whose dtype or shape has changed, just before its bytes would be taken.
+        Raises CheckpointError for a tensor whose dtype or shape has changed since the layout was made. Each tensor is
+        checked just before its bytes are read.
         """
         for group in self.own.groups:
             if any(_kind_of(sources[s.source]) != self.kinds[s.source] for s in group.segments):

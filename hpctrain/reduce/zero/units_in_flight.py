@@ -92,7 +92,10 @@ class Arrivals:
         self._waited_s = 0.0
 
     def expect(self, bucket: int, *, num_units: int) -> None:
-        """Announces that a bucket will arrive in `num_units` units. Until then, uses of the parameters wait."""
+        """Announces that the parameters of a bucket will arrive in `num_units` pieces.
+
+        A use of one of these parameters waits until all pieces have arrived.
+        """
         self._missing[bucket] = num_units
         self._on_their_way.add(bucket)
         for parameter in self._buckets[bucket]:

@@ -41,7 +41,10 @@ class RankGroups:
         return self._topology.num_ranks // (plan.pipeline * plan.tensor)
 
     def num_parts(self, plan: ParallelPlan) -> int:
-        """Returns the number of ranks over which one copy of the parameters, or of a part of each layer, is sharded."""
+        """Returns the number of ranks over which one replica of the parameters is sharded.
+
+        If layers are split too, a replica consists of this rank's part of each layer.
+        """
         if plan.shard != "parameters":
             return 1
         if plan.shard_within == "node":

@@ -313,7 +313,7 @@ class TrainingState:
         if self.ema is None or "ema" not in document:
             return {}
         if not isinstance(document["ema"]["num_updates"], int):
-            raise ValueError("the number of updates of its averages is not an integer")
+            raise ValueError("the number of updates of the moving averages (EMA) is not an integer")
         saved = _under(_EMA, tensors)
         check_state(saved, self.ema.tensors(), where=f"{where} holds averages of another model")
         return saved
