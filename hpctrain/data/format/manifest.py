@@ -122,7 +122,9 @@ class Manifest(Model):
         if self.tokens is not None:
             spec = self.fields.get(TOKENS_FIELD)
             if len(self.fields) != 1 or spec is None or spec.shape != (self.tokens.window + 1,):
-                raise ValueError(f"kind 'tokens' needs exactly one field, {TOKENS_FIELD!r}, of shape (window + 1,)")
+                raise ValueError(
+                    f"kind 'tokens' needs exactly one field, {TOKENS_FIELD!r}, of shape (window + 1,)"
+                )
             if spec.kind != "array":
                 raise ValueError(f"tokens are of kind 'array', not {spec.kind!r}")
         if (self.windows is not None) != self.is_split:
