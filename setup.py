@@ -38,6 +38,7 @@ setup(
             "py.typed",
             "*.pyi",
             "*/*.pyi",
+            "reduce/data_parallel/*.pyi",
             "reduce/shared_memory/*.pyi",
             "slurm/templates/*.j2",
             "bench/export/templates/*.j2",

@@ -156,7 +156,7 @@ class StepClock:
         seconds = self._seconds
         step = now - self._lap_started
         # Clocks read one after another may differ by some ns from their sum.
-        seconds["other"] = max(0.0, step - sum(seconds[name] for name in CLOCK_KEYS))
+        seconds["other"] = max(0.0, step - sum([seconds[name] for name in CLOCK_KEYS]))
         seconds["step"] = step
         seconds["after_sync"] = now - self._sync_ended if self._sync_ended is not None else 0.0
         self._seconds = dict.fromkeys(CLOCK_KEYS, 0.0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -247,11 +248,12 @@ class Forwarding(Attributes):
     def backend(self) -> str:
         return self._group.backend
 
-    @property
+    # Kept: each step asks for them dozens of times.
+    @cached_property
     def rank(self) -> int:
         return self._group.rank
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return self._group.num_ranks
 

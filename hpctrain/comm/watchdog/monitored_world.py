@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -237,11 +238,11 @@ class MonitoredGroup(Attributes):
     def backend(self) -> str:
         return self._inner.backend
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self._inner.rank
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return self._inner.num_ranks
 

@@ -350,4 +350,4 @@ class AllReduceUpdater(UpdaterBase):
         """
         may_know = self._distributed and self._planned.order is None and self._comm.rank == 0
         news = may_know and bool(self._planned.filling.ready)
-        return np.array([news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)
+        return np.array([news, *[float(sums[name]) for name in sorted(sums)]], dtype=np.float64)

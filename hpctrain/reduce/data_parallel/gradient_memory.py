@@ -189,7 +189,10 @@ class _Place:
 
 @final
 class GradientMemory:
-    """The buckets of one plan, and each parameter's place in them. Does not communicate."""
+    """The buckets of one plan, and each parameter's place in them. Does not communicate.
+
+    pending: each parameter with the placeholder that its `.grad` is from `put` until the sum is complete.
+    """
 
     def __init__(
         self,
@@ -207,9 +210,8 @@ class GradientMemory:
                 found[slot.parameter] = _place(parameters[slot.parameter], number, slot, buffer)
         self._places = [found[index] for index in range(len(parameters))]
         self._copied = [index for index, place in enumerate(self._places) if place.gradient is None]
-        # What `.grad` is from `put` until the sum is complete; and whether there was a gradient.
-        self._pending = [PendingGradient(parameter) for parameter in parameters]
-        self._had = [False] * len(parameters)
+        self.pending = [(parameter, PendingGradient(parameter)) for parameter in parameters]
+        self._had = [False] * len(parameters)  # whether there was a gradient
         # For parameters whose dtype is not the bucket's: their own gradient, which is memory for the sum.
         self._own: dict[int, torch.Tensor] = {}
         pairs = list(zip(self.buckets, self.buffers, strict=True))
@@ -248,7 +250,7 @@ class GradientMemory:
             place.slot.copy_(dense).mul_(factor)
         if place.gradient is None:
             self._own[index] = gradient
-        parameter.grad = self._pending[index]
+        parameter.grad = self.pending[index][1]
         self._had[index] = True
         return place.bucket
 
@@ -258,13 +260,9 @@ class GradientMemory:
         place.slot.zero_()
         return place.bucket
 
-    def is_pending(self, index: int) -> bool:
-        """Returns True if the parameter's `.grad` is still the placeholder that `put` has set."""
-        return self._parameters[index].grad is self._pending[index]
-
     def any_is_pending(self) -> bool:
         """Returns True if any parameter's `.grad` is still the placeholder that `put` has set."""
-        return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))
+        return any(parameter.grad is pending for parameter, pending in self.pending)
 
     def any_is_given(self) -> bool:
         """Returns True if any parameter's `.grad` is the sum that `set_gradients` has set."""
@@ -284,7 +282,7 @@ class GradientMemory:
 
     def check_untouched(self) -> None:
         """Raises GradientsInUse if the script replaced a `.grad` after `put`: the new value would not be summed."""
-        for parameter, pending, had in zip(self._parameters, self._pending, self._had, strict=True):
+        for (parameter, pending), had in zip(self.pending, self._had, strict=True):
             if parameter.grad is not (pending if had else None):
                 raise GradientsInUse(NOT_READABLE)
 
@@ -340,7 +338,11 @@ class GradientMemory:
             for flags in self._flags:
                 summed += flags.tolist()
         for slot, flag in zip(self._slots, summed, strict=True):
-            self._parameters[slot.parameter].grad = None if flag == 0 else self._sum_of(slot.parameter)
+            index = slot.parameter
+            gradient = self._places[index].gradient if flag else None
+            self._parameters[index].grad = (
+                gradient if gradient is not None or not flag else self._own.get(index)
+            )
 
     def set_changed_gradients(self) -> None:
         """Sets each `.grad` that is not None to the memory into which `take_changes` has copied it.
@@ -370,14 +372,14 @@ class GradientMemory:
             for gap in self._gaps:
                 gap.zero_()
         for place in self._places:
-            if place.gradient is not None and _references(place) > self._usual_references:
+            if place.gradient is not None and sys.getrefcount(place.gradient) > self._usual_references:
                 fresh = place.gradient.data
                 place.gradient.data = place.gradient.clone()
                 place.gradient = fresh
 
     def release(self) -> None:
         """Gives each parameter a copy of its gradient in the bucket, so that the bucket's memory can be freed."""
-        for parameter, place, pending in zip(self._parameters, self._places, self._pending, strict=True):
+        for (parameter, pending), place in zip(self.pending, self._places, strict=True):
             given = place.gradient is not None and parameter.grad is place.gradient
             if given or parameter.grad is pending:
                 gradient = torch.empty_like(parameter.detach())

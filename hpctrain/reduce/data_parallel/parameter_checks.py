@@ -69,6 +69,7 @@ class ParameterChecks:
     ) -> None:
         self._optimizer = optimizer
         self._parameters = list(parameters)
+        self._ids = list(map(id, parameters))
         self._kinds = [GradientKind.of(parameter) for parameter in parameters]
         self._model = model
         trained = set(map(id, parameters))
@@ -87,9 +88,7 @@ class ParameterChecks:
         replaced by another tensor, or if a parameter has another shape, dtype or device.
         """
         now = trainable(self._optimizer)
-        if len(now) != len(self._parameters) or any(
-            a is not b for a, b in zip(now, self._parameters, strict=True)
-        ):
+        if list(map(id, now)) != self._ids:
             raise UsageError(
                 f"the optimizer has {len(now)} trainable parameters now, {len(self._parameters)} when the updater was "
                 "made: new ones would not be reduced and the ranks would drift apart. Close this updater and make "

@@ -317,8 +317,12 @@ class UpdaterBase(Watched, ABC):
 
     def _abandon_dropped(self) -> None:
         """Abandons a step whose gradients the script has dropped, by `zero_grad` of the model or the optimizer."""
-        if self._has_begun and all(p.grad is None for p in self._parameters):
-            self._abandon()
+        if not self._has_begun:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                return
+        self._abandon()
 
     def _abandon(self) -> None:
         """Ends a step that is not applied because the script has dropped its gradients. May be collective."""

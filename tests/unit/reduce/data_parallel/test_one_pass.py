@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from hpctrain.reduce.data_parallel.one_pass import OptimizerStep
 
 SHAPES = ((7, 3, 3, 3), (7,), (33, 65), (1,), ())
 STEPS = 6
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
     "weight-decay": (torch.optim.SGD, {"weight_decay": 0.1, "maximize": True}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
@@ -41,7 +41,10 @@ def make(name: str, *, dtype: torch.dtype = torch.float32, fused: bool = True) -
     numbers = torch.Generator().manual_seed(0)
     made = [torch.nn.Parameter(torch.randn(shape, generator=numbers).to(dtype)) for shape in SHAPES]
     kind, options = OPTIMIZERS[name]
-    groups = [{"params": made[:3]}, {"params": made[3:], "lr": 0.03, "weight_decay": 0.2}]
+    groups: list[dict[str, Any]] = [
+        {"params": made[:3]},
+        {"params": made[3:], "lr": 0.03, "weight_decay": 0.2},
+    ]
     optimizer = kind(groups, lr=0.01, **options)
     if fused:
         use_fused_kernels(optimizer)
@@ -132,12 +135,12 @@ def test_hooks_see_scaled_gradients_and_change_no_bit() -> None:
     train(plain)
     step = step_of(hooked)
     seen: list[float] = []
-    hooked.register_step_pre_hook(
-        lambda optimizer, *_: seen.append(float(parameters(optimizer)[0].grad.norm()))
-    )  # type: ignore[union-attr]
-    hooked.register_step_post_hook(
-        lambda optimizer, *_: seen.append(float(parameters(optimizer)[0].grad.norm()))
-    )  # type: ignore[union-attr]
+
+    def see(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        seen.append(norm_of_first(optimizer))
+
+    hooked.register_step_pre_hook(see)
+    hooked.register_step_post_hook(see)
     assert train(hooked, step=step) == [0.3] * STEPS
     set_gradients(hooked, STEPS - 1, factor=0.3)
     assert seen[-2:] == [pytest.approx(norm_of_first(hooked))] * 2
@@ -159,7 +162,9 @@ def test_a_hook_may_replace_gradients_by_others_of_another_layout() -> None:
     train(optimizer, step=step)
     for number in range(STEPS):
         set_gradients(reference, number, factor=0.3)
-        parameters(reference)[2].grad *= 2
+        gradient = parameters(reference)[2].grad
+        assert gradient is not None
+        gradient *= 2
         reference.step()
     for one, other in zip(parameters(optimizer), parameters(reference), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
