@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from typing import Any
@@ -414,9 +415,11 @@ def test_a_closed_updater_makes_no_steps() -> None:
 def test_gradients_that_the_script_replaces_after_synchronize_are_clipped(
     num_ranks: int, dtype: torch.dtype
 ) -> None:
+    torch.manual_seed(0)
+    models = [copy.deepcopy(model) for model in [torch.nn.Linear(4, 3).to(dtype)] * num_ranks]
+
     def rank_main(world: World) -> tuple[float, float]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 3).to(dtype)
+        model = models[world.rank]
         before = [parameter.detach().clone() for parameter in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         updater = session_over(world).distributed_optimizer(model, optimizer, clip_norm=0.25)
