@@ -33,6 +33,13 @@ def root_mesh() -> object:
     return getattr(meshes.DeviceMesh, "_get_root_mesh", None) or meshes._mesh_resources.get_root_mesh
 
 
+def scheduled_step() -> Any:
+    """The method that a learning rate scheduler puts in place of an optimizer's step."""
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer.step
+
+
 # Where each is.
 NAMES: dict[str, Callable[[], object]] = {
     "_BatchNorm": lambda: module("torch.nn.modules.batchnorm")._BatchNorm,
@@ -68,6 +75,7 @@ NAMES: dict[str, Callable[[], object]] = {
     "_pytree": lambda: [getattr(module("torch.utils._pytree"), n) for n in ("tree_leaves", "tree_map")],
     "_schema": lambda: torch.ops.aten.mm.default._schema.arguments,
     "_set_deterministic_algorithms": lambda: torch._C._set_deterministic_algorithms,
+    "_wrapped_by_lr_sched": lambda: scheduled_step()._wrapped_by_lr_sched,
     "_utils": lambda: module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset,
     "_version": lambda: torch.ones(1)._version,
     "_world": lambda: dist.distributed_c10d._world.group_count,

@@ -61,6 +61,7 @@ class OptimizerStep:
     ) -> None:
         self._optimizer = optimizer
         self._own_hooks = {handle.id for handle in own_hooks}
+        self._called_step: object = None  # a scheduler's replacement for `step` that was called once
         self._collect: Callable[[torch.optim.Optimizer], list[Call] | None] | None = None
         self._function: Callable[..., None] | None = None
         kind = type(optimizer)
@@ -80,8 +81,7 @@ class OptimizerStep:
                 optimizer, or a hook of the script, reads the gradients.
         """
         optimizer = self._optimizer
-        # A learning rate scheduler replaces `step`, to know whether it was called.
-        calls = self._collect(optimizer) if self._collect and "step" not in vars(optimizer) else None
+        calls = self._collect(optimizer) if self._collect and not self._is_replaced() else None
         if calls is None:
             scale(factor)
             self._move_own_hooks_last()
@@ -96,6 +96,19 @@ class OptimizerStep:
         assert self._function is not None
         for numbers, sign, settings in calls:
             self._function(numbers, sign * factor, *settings)
+
+    def _is_replaced(self) -> bool:
+        """Returns True if the script has replaced the optimizer's `step`, so that PyTorch's must be called.
+
+        A learning rate scheduler replaces `step` too, only to know that it was called before the scheduler's `step`.
+        So the first step under a scheduler goes through PyTorch's, later ones need not.
+        """
+        step = vars(self._optimizer).get("step")
+        if step is None or step is self._called_step:
+            return False
+        if getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is type(self._optimizer).step:
+            self._called_step = step
+        return True
 
     def _move_own_hooks_last(self) -> None:
         """Makes the hooks of `keep_layouts` run last: a hook of the script may set gradients of another layout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,10 +181,30 @@ def test_a_profiler_changes_no_bit_and_sees_the_step() -> None:
         assert torch.equal(one, other)
 
 
-def test_pytorch_steps_below_a_learning_rate_scheduler_and_with_several_threads() -> None:
-    scheduled = make("adamw")
-    torch.optim.lr_scheduler.StepLR(scheduled, 10)
-    assert train(scheduled) == [0.3] * STEPS
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_learning_rate_scheduler_sees_the_first_step_and_changes_the_rate(name: str) -> None:
+    optimizer, reference = make(name), make(name)
+    step = step_of(optimizer)
+    schedulers = [torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5) for made in (optimizer, reference)]
+    through_pytorch = []
+    for number in range(STEPS):
+        set_gradients(optimizer, number)
+        set_gradients(reference, number)
+        step.step(1.0, scale=through_pytorch.append)
+        reference.step()
+        for scheduler in schedulers:
+            scheduler.step()  # warns, which fails the test, unless a step went through the optimizer's `step`
+    assert (
+        len(through_pytorch) == 1 if name == "sgd" else 2
+    )  # AdamW: a parameter has no gradient in the first step
+    for one, other in zip(parameters(optimizer), parameters(reference), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_pytorch_steps_if_the_script_has_replaced_step_or_there_are_several_threads() -> None:
+    replaced = make("adamw")
+    replaced.step = functools.wraps(replaced.step)(functools.partial(type(replaced).step, replaced))  # type: ignore[method-assign]
+    assert train(replaced) == [0.3] * STEPS
     torch.set_num_threads(2)
     assert train(make("adamw")) == [0.3] * STEPS
 
