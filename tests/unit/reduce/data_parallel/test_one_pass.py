@@ -186,7 +186,7 @@ def test_a_learning_rate_scheduler_sees_the_first_step_and_changes_the_rate(name
     optimizer, reference = make(name), make(name)
     step = step_of(optimizer)
     schedulers = [torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5) for made in (optimizer, reference)]
-    through_pytorch = []
+    through_pytorch: list[float] = []
     for number in range(STEPS):
         set_gradients(optimizer, number)
         set_gradients(reference, number)
