@@ -42,14 +42,17 @@ from .figures import empty_table as empty_table, parse_size as parse_size, parse
 from .page_cache import Cache as Cache
 from .progress import MeasurementProgress as MeasurementProgress
 from .scaling.measure import SweepPlace as SweepPlace, measure_sweep as measure_sweep
+from .scaling.splits import cores_to_split as cores_to_split, ranks_of_splits as ranks_of_splits
 from .scaling.sweep import (
     ScalingDocument as ScalingDocument,
+    SplitVerdict as SplitVerdict,
     SweepSettings as SweepSettings,
     check_settings as check_settings,
     ranks_of_nodes as ranks_of_nodes,
     read_scaling_document as read_scaling_document,
     scaling_lines as scaling_lines,
     scaling_table as scaling_table,
+    unmeasured_splits as unmeasured_splits,
 )
 from .step.measure import bench_step as bench_step
 from .step.plan import StepAsked as StepAsked, parse_modes as parse_modes, parse_ranks as parse_ranks
