@@ -52,7 +52,6 @@ from .scaling.sweep import (
     read_scaling_document as read_scaling_document,
     scaling_lines as scaling_lines,
     scaling_table as scaling_table,
-    unmeasured_splits as unmeasured_splits,
 )
 from .step.measure import bench_step as bench_step
 from .step.plan import StepAsked as StepAsked, parse_modes as parse_modes, parse_ranks as parse_ranks

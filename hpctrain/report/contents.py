@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 import jinja2
 
-from hpctrain.bench import unmeasured_splits
 from hpctrain.errors import UsageError
 from hpctrain.launch import SlurmController
 from hpctrain.report import tables
@@ -88,7 +87,7 @@ def _splits_table(sweep: ScalingDocument) -> Table:
             name=f"{one.ranks}",
             values=[sweep.settings.threads_of(one.ranks), "failed", *[None] * (len(columns) - 2)],
         )
-        for one in unmeasured_splits(sweep)
+        for one in sweep.unmeasured_splits()
     ]
     return Table(
         name="scaling", title=f"Splits of {sweep.settings.cores} cores", head="ranks", columns=columns, rows=rows,

@@ -230,6 +230,11 @@ class ScalingDocument(_Part):
             del found["splits"], found["settings"]["cores"]
         return found
 
+    def unmeasured_splits(self) -> list[FailedSplit]:
+        """Returns the splits that failed before they had a result."""
+        measured = {size.ranks for size in self.sizes}
+        return [one for one in (self.splits.failed if self.splits else []) if one.ranks not in measured]
+
 
 def document_start(*, commit: str | None) -> dict[str, Any]:
     """Returns the document's fields that describe this machine and this version. Resuming a sweep keeps them."""
@@ -402,16 +407,9 @@ def scaling_table(document: ScalingDocument) -> Table:
             *([] if splits else [_with_range(size.efficiency, "low", "high", lambda value: f"{value:.0%}")]),
             *(f"{size.seconds[name] / size.seconds['step']:.1%}" for name in parts),
         )
-    for one in unmeasured_splits(document):
+    for one in document.unmeasured_splits():
         table.add_row(str(one.ranks), str(settings.threads_of(one.ranks)), "", "failed")
     return table
-
-
-def unmeasured_splits(document: ScalingDocument) -> list[FailedSplit]:
-    """Returns the splits that failed before the first result."""
-    measured = {size.ranks for size in document.sizes}
-    failed = [] if document.splits is None else document.splits.failed
-    return [one for one in failed if one.ranks not in measured]
 
 
 def scaling_lines(document: ScalingDocument) -> list[str]:
