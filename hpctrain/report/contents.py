@@ -150,7 +150,9 @@ def _conclude_splits(sweep: ScalingDocument, verdict: SplitVerdict) -> list[Conc
     kind: Literal["good", "problem", "note"] = "note" if verdict.undecided else "good"
     return [
         Conclusion(text=verdict.text, source=source, weight=3, kind="problem" if verdict.failed else kind),
-        Conclusion(text=verdict.start, source="the split", weight=2, kind="note"),
+        Conclusion(
+            text=verdict.start, source="what the ranks of the sweep were started with", weight=2, kind="note"
+        ),
     ]
 
 
