@@ -27,6 +27,7 @@ from hpctrain.bench.scaling.sweep import (
     scaling_lines,
     scaling_table,
 )
+from hpctrain.bench.step.plan import StepCell
 from hpctrain.cli.bench.group import bench_app
 from hpctrain.errors import ExitCode, OutOfMemory, UsageError
 from hpctrain.launch import Launcher, LocalMachine, plan_launch
@@ -278,8 +279,8 @@ def test_if_every_split_fails_the_sweep_ends_with_the_error(
         sweep(tmp_path, monkeypatch, failing=TWO)
 
 
-def test_ranks_on_gpus_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = PlannedRun(round=0, place=0, cell=measure.StepCell(num_ranks=1, global_batch=64))
+def test_ranks_on_gpus_are_not_split() -> None:
+    planned = PlannedRun(round=0, place=0, cell=StepCell(num_ranks=1, global_batch=64))
     on_gpu = run_of(planned, rate=1.0).model_copy(update={"environment": {"ranks": [{"device": "cuda:0"}]}})
     with pytest.raises(UsageError, match="the ranks computed on cuda:0"):
         measure._check_cpus(on_gpu)
