@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from hpctrain.bench.scaling.results import fits_of, size_results
-from hpctrain.bench.scaling.splits import judge_splits, without_threads
+from hpctrain.bench.scaling.splits import BUSY_OVER_S, busy_notes, judge_splits, without_threads
 from hpctrain.bench.scaling.sweep import (
     FailedSplit,
     Mode,
@@ -357,7 +359,8 @@ class SweepPlace:
 class _Sweep:
     """A sweep in progress. `head` has the document's first fields, as they were when the sweep was started.
 
-    failed: the splits that are not measured further, in this call.
+    failed: the splits that are not measured further, in this call. busy: the share of this machine's CPU time that
+    other programs used before each run of a split.
     """
 
     recipe: Recipe
@@ -367,6 +370,7 @@ class _Sweep:
     head: dict[str, Any]
     runs: list[ScalingRun] = field(default_factory=list)
     failed: list[FailedSplit] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
 
     @property
     def batch(self) -> int:
@@ -395,7 +399,7 @@ class _Sweep:
             "core for each rank"
             for size in sizes
             if size.shared_cores
-        ]
+        ] + busy_notes(self.busy)
         return ScalingDocument(
             **self.head,
             complete=not self.remaining,
@@ -536,6 +540,8 @@ def _measure(sweep: _Sweep, left: list[PlannedRun], *, starter: Starter, folder:
         name = settings.size_name(cell.num_ranks)
         if any(one.ranks == cell.num_ranks for one in sweep.failed):
             continue
+        if settings.cores is not None and not os.environ.get("SLURM_JOB_ID"):
+            sweep.busy.append(psutil.cpu_percent(BUSY_OVER_S) / 100)
         try:
             run = run_size(
                 sweep.recipe, planned, settings=settings, starter=starter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from hpctrain.bench.scaling.sweep import FailedSplit, SplitVerdict, SweepSettings
 from hpctrain.errors import UsageError
@@ -13,6 +14,8 @@ OPTION = "--split-cores"
 # With more divisors than this, only numbers of threads that are powers of two, and one rank with all cores.
 MOST_DIVISORS = 6
 LEVEL = 0.95  # of all intervals together
+# How long other programs are watched before each run, and the share of CPU time from which a note says so.
+BUSY_OVER_S, BUSY_FROM = 0.5, 0.1
 # `hpctrain launch` takes the threads of a rank from these if they are set, whatever the number of ranks.
 _GIVEN_THREADS = ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK")
 
@@ -87,13 +90,13 @@ def judge_splits(
         if ranks != fastest
     }
     undecided = [ranks for ranks, ratio in ratios.items() if ratio.low is None or ratio.low <= 1]
-    use = min([fastest, *undecided])
+    use = min([fastest, *undecided]) if len(rounds) > 1 else fastest
     names = {ranks: settings.size_name(ranks) for ranks in rates}
     if not ratios:
         text = f"On this node, {names[fastest]} is the only split that could be measured."
     elif undecided:
         text = _undecided(ratios, undecided, fastest=fastest, names=names, num_rounds=len(rounds))
-        text += f" Of these, {names[use]} needs the least memory."
+        text += f" Of these, {names[use]} needs the least memory." if len(rounds) > 1 else ""
     else:
         text = _decided(ratios, fastest=fastest, names=names)
     for one in failed:
@@ -149,3 +152,17 @@ def _how_to_start(ranks: int, *, settings: SweepSettings, recipe: str) -> str:
         f"--cpus-per-task={settings.threads_of(ranks)}`; for `hpctrain slurm submit`, tasks_per_node = {ranks} and "
         f"cpus_per_task = {settings.threads_of(ranks)} in the recipe's section [slurm]."
     )
+
+
+def busy_notes(busy: Sequence[float]) -> list[str]:
+    """Returns a note if other programs used the cores, which slows down ranks with many threads the most.
+
+    busy: the share of the machine's CPU time that they used before each run.
+    """
+    used = fmean(busy) if busy else 0.0
+    if used < BUSY_FROM:
+        return []
+    return [
+        f"other programs used {used:.0%} of this machine's CPU time between the runs: threads of one rank wait for "
+        "each other at every operation, so on a node of its own the model may train faster with fewer ranks than here"
+    ]

@@ -175,7 +175,7 @@ class SplitVerdict(_Part):
         fastest: The number of ranks of the split with the most samples/s.
         undecided: The numbers of ranks of the splits that the rounds cannot tell from the fastest.
         use: The number of ranks to use: of the fastest split and the undecided ones, the fewest, which need the least
-            memory.
+            memory. After a single round: of the fastest split.
         ratios: By number of ranks of each other split: samples/s of the fastest over those of this split, with the
             fields of `RatioEstimate`. The intervals hold together with 95%.
         failed: The splits that are not compared because a run failed.

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hpctrain.bench import cores_to_split, extrap_lines, ranks_of_splits
 from hpctrain.bench.scaling import measure
 from hpctrain.bench.scaling.measure import SweepPlace, measure_sweep
-from hpctrain.bench.scaling.splits import without_threads
+from hpctrain.bench.scaling.splits import busy_notes, without_threads
 from hpctrain.bench.scaling.sweep import (
     FailedSplit,
     PlannedRun,
@@ -175,7 +175,9 @@ def test_only_splits_as_fast_as_the_fastest_are_undecided() -> None:
 
 def test_one_round_shows_no_spread() -> None:
     document = document_of(split(2, TWO), noisy({1: 1000, 2: 2000}, noise=0.0), num_runs=2)
-    assert "a single round does not show the spread of the repetitions" in verdict_of(document).text
+    verdict = verdict_of(document)
+    assert verdict.text.endswith("and a single round does not show the spread of the repetitions.")
+    assert verdict.use == 2
 
 
 def test_there_is_no_verdict_before_every_split_was_measured() -> None:
@@ -254,6 +256,7 @@ def sweep(place: Path, monkeypatch: pytest.MonkeyPatch, *, failing: tuple[int, .
         return run_of(planned, rate=1000.0)
 
     monkeypatch.setattr(measure, "run_size", run_size)
+    monkeypatch.setattr(measure, "BUSY_OVER_S", 0.01)
     document = place / "splits.json"
     found = measure_sweep(
         recipe(), split(2, TWO), place=SweepPlace(recipe_path=place / "recipe.toml", document=document)
@@ -277,6 +280,13 @@ def test_if_every_split_fails_the_sweep_ends_with_the_error(
 ) -> None:
     with pytest.raises(OutOfMemory):
         sweep(tmp_path, monkeypatch, failing=TWO)
+
+
+def test_a_note_says_that_other_programs_used_the_cores() -> None:
+    assert busy_notes([]) == []
+    assert busy_notes([0.02, 0.1, 0.03]) == []
+    (note,) = busy_notes([0.9, 0.7])
+    assert note.startswith("other programs used 80% of this machine's CPU time between the runs")
 
 
 def test_ranks_on_gpus_are_not_split() -> None:
