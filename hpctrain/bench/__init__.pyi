@@ -42,8 +42,10 @@ from .figures import empty_table as empty_table, parse_size as parse_size, parse
 from .page_cache import Cache as Cache
 from .progress import MeasurementProgress as MeasurementProgress
 from .scaling.measure import SweepPlace as SweepPlace, measure_sweep as measure_sweep
+from .scaling.splits import cores_to_split as cores_to_split, ranks_of_splits as ranks_of_splits
 from .scaling.sweep import (
     ScalingDocument as ScalingDocument,
+    SplitVerdict as SplitVerdict,
     SweepSettings as SweepSettings,
     check_settings as check_settings,
     ranks_of_nodes as ranks_of_nodes,

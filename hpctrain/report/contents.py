@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jinja2
 
@@ -30,13 +30,15 @@ from hpctrain.slurm import consumed_energy
 from hpctrain.storage import replace_file
 
 if TYPE_CHECKING:
-    from hpctrain.bench import ScalingDocument
+    from hpctrain.bench import ScalingDocument, SplitVerdict
 
 # The table of a scaling sweep, and the conclusions from it. Pure.
 
 
 def sweep_table(sweep: ScalingDocument) -> Table:
-    """Returns the measurements of a sweep, one row per number of ranks."""
+    """Returns the measurements of a sweep, one row per size."""
+    if sweep.settings.cores is not None:
+        return _splits_table(sweep)
     rows = [
         Row(
             name=f"{size.ranks}",
@@ -64,15 +66,51 @@ def sweep_table(sweep: ScalingDocument) -> Table:
     )  # fmt: skip
 
 
+def _splits_table(sweep: ScalingDocument) -> Table:
+    columns = ["threads", "samples/s", "ms per step", "speedup", "from", "to", "exposed", "repeats"]
+    rows = [
+        Row(
+            name=f"{size.ranks}",
+            values=[
+                sweep.settings.threads_of(size.ranks),
+                f"{size.samples_per_s['median']:,.0f}",
+                f"{1e3 * size.step_s['median']:,.2f}",
+                *(_ratio(size.speedup.get(name)) for name in ("value", "low", "high")),
+                _percent(size.seconds["exposed_sync"] / size.seconds["step"]),
+                size.repeats,
+            ],
+        )
+        for size in sweep.sizes
+    ]
+    rows += [
+        Row(
+            name=f"{one.ranks}",
+            values=[sweep.settings.threads_of(one.ranks), "failed", *[None] * (len(columns) - 2)],
+        )
+        for one in sweep.unmeasured_splits()
+    ]
+    return Table(
+        name="scaling", title=f"Splits of {sweep.settings.cores} cores", head="ranks", columns=columns, rows=rows,
+        note=f"All splits use the same cores and the same global batch. Speedup relative to {_baseline(sweep)}, with t "
+        "intervals over the rounds.",
+    )  # fmt: skip
+
+
 def sweep_title(sweep: ScalingDocument) -> str:
+    name = sweep.recipe["run"]["name"]
+    if sweep.settings.cores is not None:
+        return f"{name}: ranks or threads on {sweep.settings.cores} cores"
     sizes = ", ".join(str(size.ranks) for size in sweep.sizes)
-    return f"{sweep.recipe['run']['name']}: {sweep.settings.mode} scaling on {sizes} ranks"
+    return f"{name}: {sweep.settings.mode} scaling on {sizes} ranks"
 
 
 def conclude_sweep(sweep: ScalingDocument) -> list[Conclusion]:
-    """Returns the conclusions from a sweep: the efficiency on the most ranks, the fitted law, and doubts about both."""
-    found = []
-    largest = sweep.sizes[-1] if sweep.sizes else None
+    """Returns the conclusions from a sweep: the efficiency on most ranks, the fitted law, and what limits their use.
+
+    If the sweep compares splits, they are the verdict, and how to start the ranks.
+    """
+    found = [] if sweep.splits is None else _conclude_splits(sweep, sweep.splits)
+    largest = sweep.sizes[-1] if sweep.sizes and sweep.settings.cores is None else None
     value = None if largest is None else largest.efficiency.get("value")
     if largest is not None and value is not None and largest.ranks > sweep.baseline_ranks:
         interval = ""
@@ -105,12 +143,29 @@ def conclude_sweep(sweep: ScalingDocument) -> list[Conclusion]:
     return sorted(found, key=lambda conclusion: -conclusion.weight)
 
 
+def _conclude_splits(sweep: ScalingDocument, verdict: SplitVerdict) -> list[Conclusion]:
+    rounds = min((size.repeats for size in sweep.sizes), default=0)
+    batch = sweep.recipe["data"]["global_batch"]
+    source = f"{rounds} rounds of the sweep, {sweep.settings.steps} steps each, global batch {batch}"
+    kind: Literal["good", "problem", "note"] = "note" if verdict.undecided else "good"
+    return [
+        Conclusion(text=verdict.text, source=source, weight=3, kind="problem" if verdict.failed else kind),
+        Conclusion(
+            text=verdict.start, source="what the ranks of the sweep were started with", weight=2, kind="note"
+        ),
+    ]
+
+
 def _baseline(sweep: ScalingDocument) -> str:
-    return f"{sweep.baseline_ranks} rank{'s' * (sweep.baseline_ranks > 1)}"
+    return sweep.settings.size_name(sweep.baseline_ranks)
 
 
 def _percent(value: float | None) -> str | None:
     return None if value is None else f"{value:.1%}"
+
+
+def _ratio(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}"
 
 
 # What stands in a report, before it is written in any format.

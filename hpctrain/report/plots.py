@@ -100,7 +100,7 @@ def plots_of(
         _reduction(runs, limits),
         *(_ranks(run) for run in runs),
     ]
-    if sweep is not None:
+    if sweep is not None and sweep.settings.cores is None:
         found.insert(0, _efficiency(sweep))
     return [plot for plot in found if plot is not None]
 

@@ -51,6 +51,22 @@ def test_a_sweep_over_1_2_4_and_8_ranks_in_one_allocation(cluster: Cluster, fold
     ]  # fmt: skip
 
 
+@pytest.mark.thorough  # the command lines of srun: tests/unit/bench/test_splits.py
+def test_splits_of_a_nodes_cores_are_on_one_node_of_the_allocation(cluster: Cluster, folder: Path) -> None:
+    path = folder / "splits.json"
+    job = ["salloc", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4"]
+    words = [*SCALING, "--split-cores", "--at-most", "1", "--json", str(path)]
+    done = cluster.run([*job, *words], timeout_s=300, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert {
+        (run["ranks"], run["nodes"], *{rank["threads"] for rank in run["environment"]["ranks"]})
+        for run in found["runs"]
+    } == {(1, 1, 4), (2, 1, 2), (4, 1, 1)}
+    assert all(run["environment"]["launcher"].startswith("Slurm") for run in found["runs"])
+    assert found["splits"]["text"] in done.stdout
+
+
 def test_each_run_is_a_job_of_its_own_size(cluster: Cluster, folder: Path) -> None:
     path = folder / "scaling.json"
     sizes = ["--nodes", "1,2", "--jobs", "--at-most", "1", "--json", str(path)]

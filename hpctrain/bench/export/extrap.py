@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 
 from hpctrain.bench.scaling.sweep import PARTS, ScalingDocument, ScalingRun
+from hpctrain.errors import UsageError
 from hpctrain.telemetry import OPTIONAL_KEYS
 
 EXTRAP_SIZES = 5  # the numbers of ranks that Extra-P's modeler asks for
@@ -21,7 +22,14 @@ def extrap_lines(document: ScalingDocument) -> list[str]:
     The callpath is `step` for the whole step and `step->NAME` for a part. The parameter `p` is the number of ranks. A
     value is seconds per step: for a part, the mean over the run's ranks and measured steps; for `step`, the mean over
     the measured steps of the slowest rank's time.
+
+    Raises UsageError if the sweep compares splits, where `p` would not be the only parameter.
     """
+    if document.settings.cores is not None:
+        raise UsageError(
+            "the document has splits of the same cores into ranks and threads, which Extra-P cannot model over the "
+            "number of ranks: measure with --ranks, without --split-cores"
+        )
     by_ranks: dict[int, list[ScalingRun]] = {}
     for run in document.runs:
         by_ranks.setdefault(run.ranks, []).append(run)

@@ -9,18 +9,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from hpctrain.bench.scaling.results import fits_of, size_results
+from hpctrain.bench.scaling.splits import BUSY_OVER_S, busy_notes, judge_splits, without_threads
 from hpctrain.bench.scaling.sweep import (
+    FailedSplit,
     Mode,
     PlannedRun,
     RankSums,
     SamplesCheck,
     ScalingDocument,
     ScalingRun,
+    SplitVerdict,
     SweepSettings,
     check_same_sweep,
     check_settings,
@@ -33,7 +38,7 @@ from hpctrain.bench.scaling.sweep import (
 from hpctrain.bench.step.plan import StepCell, recipe_of, runs_folder, shares_cores, threads_of_a_rank
 from hpctrain.bench.step.run import HowToRun, launch_run, read_steps
 from hpctrain.data import add_sample_sums
-from hpctrain.errors import DataError, LaunchError, StoppedEarly, UsageError
+from hpctrain.errors import DataError, HpctrainError, LaunchError, StoppedEarly, UsageError
 from hpctrain.launch import Launcher, LocalMachine, SlurmController, survey_machine
 from hpctrain.run import Recipe, to_toml, working_commit
 from hpctrain.slurm import kill_jobs, plan_job, queued_jobs, submit_job
@@ -63,7 +68,8 @@ class Launches:
     def start(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> None:
         path = directory / "recipe.toml"
         path.write_text(to_toml(recipe), encoding="utf-8")
-        launch_run(path, cell, how=self.how, output=directory / "output.txt")
+        how = replace(self.how, threads=recipe.run.threads_per_rank or self.how.threads)
+        launch_run(path, cell, how=how, output=directory / "output.txt")
 
 
 def run_size(
@@ -351,7 +357,11 @@ class SweepPlace:
 
 @dataclass(kw_only=True, slots=True)
 class _Sweep:
-    """A sweep in progress. `head` has the document's first fields, as they were when the sweep was started."""
+    """A sweep in progress. `head` has the document's first fields, as they were when the sweep was started.
+
+    failed: the splits that are not measured further, in this call. busy: the share of this machine's CPU time that
+    other programs used before each run of a split.
+    """
 
     recipe: Recipe
     settings: SweepSettings
@@ -359,6 +369,8 @@ class _Sweep:
     machine: LocalMachine
     head: dict[str, Any]
     runs: list[ScalingRun] = field(default_factory=list)
+    failed: list[FailedSplit] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)
 
     @property
     def batch(self) -> int:
@@ -375,15 +387,19 @@ class _Sweep:
         )
 
     def document(self) -> ScalingDocument:
-        baseline = min(self.settings.ranks)
-        fits = fits_of(self.runs, mode=self.settings.mode)
+        of_splits = self.settings.cores is not None
+        left_out = [one.ranks for one in self.failed]
+        baseline = min(
+            [ranks for ranks in self.settings.ranks if ranks not in left_out] or self.settings.ranks
+        )
+        fits = None if of_splits else fits_of(self.runs, mode=self.settings.mode)
         sizes = size_results(self.runs, baseline_ranks=baseline, shared=self.shares_cores)
         notes = [
             f"{size.ranks} ranks shared {self.machine.num_cores} cores: their figures do not apply to a machine with a "
             "core for each rank"
             for size in sizes
             if size.shared_cores
-        ]
+        ] + busy_notes(self.busy)
         return ScalingDocument(
             **self.head,
             complete=not self.remaining,
@@ -396,6 +412,15 @@ class _Sweep:
             fits=None if fits is None else fits.as_json(),
             runs=self.runs,
             notes=notes,
+            splits=self._verdict() if of_splits else None,
+        )
+
+    def _verdict(self) -> SplitVerdict | None:
+        rates: dict[int, dict[int, float]] = {ranks: {} for ranks in self.settings.ranks}
+        for run in self.runs:
+            rates[run.ranks][run.round] = run.samples_per_s
+        return judge_splits(
+            rates, settings=self.settings, failed=self.failed, recipe=str(self.place.recipe_path)
         )
 
 
@@ -412,25 +437,29 @@ def measure_sweep(
     resume: whether to continue the sweep of `place.document`, if that file exists. at_most_rounds: end after this many
     further rounds; None: after all rounds. While ranks run, signals are handled as in `run_launch`.
 
-    If the function is interrupted, the document is valid and the sweep can be resumed. After a signal, the function
-    raises StoppedEarly or KeyboardInterrupt; when a run fails, it raises the error class of that run. Raises UsageError
-    before the first run if the sweep cannot be measured or resumed, and DataError if a run trained on other samples
-    than earlier runs.
+    If the function is interrupted, the document is valid and the sweep can be resumed. StoppedEarly or
+    KeyboardInterrupt interrupts it after a signal; the error class of a run interrupts it when that run fails. If the
+    sweep compares splits, the others are still measured after a split has failed, unless all have failed. Raises
+    UsageError before the first run if the sweep cannot be measured or resumed, and DataError if a run trained on other
+    samples than earlier runs.
     """
     check_settings(settings, batch=recipe.data.global_batch)
     machine = survey_machine()
-    threads = settings.threads_per_rank or _threads(recipe, settings, machine=machine)
-    settings = settings.model_copy(update={"threads_per_rank": threads})
-    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"threads_per_rank": threads})})
+    if settings.cores is None:
+        threads = settings.threads_per_rank or _threads(recipe, settings, machine=machine)
+        settings = settings.model_copy(update={"threads_per_rank": threads})
+        recipe = recipe.model_copy(
+            update={"run": recipe.run.model_copy(update={"threads_per_rank": threads})}
+        )
     sweep = _begin(recipe, settings, place=place, machine=machine, resume=resume)
     left = sweep.remaining
     if at_most_rounds is not None and left:
         left = [run for run in left if run.round < left[0].round + at_most_rounds]
-    starter = _starter(sweep, threads=threads)
+    starter = _starter(sweep)
     shared = settings.start == "jobs" or bool(os.environ.get("SLURM_JOB_ID"))
     if left:
         with _scratch(place.scratch or runs_folder(recipe, shared=shared)) as folder:
-            _measure(sweep, left, starter=starter, threads=threads, folder=Path(folder))
+            _measure(sweep, left, starter=starter, folder=Path(folder))
     document = sweep.document()
     write_scaling_document(place.document, document)
     return document
@@ -468,7 +497,7 @@ def _begin(
     return _Sweep(recipe=recipe, settings=settings, place=place, machine=machine, head=head, runs=runs)
 
 
-def _starter(sweep: _Sweep, *, threads: int) -> Starter:
+def _starter(sweep: _Sweep) -> Starter:
     module_folder = sweep.place.recipe_path.absolute().parent
     if sweep.settings.start == "jobs":
         return Jobs(
@@ -480,9 +509,16 @@ def _starter(sweep: _Sweep, *, threads: int) -> Starter:
     return Launches(
         how=HowToRun(
             machine=sweep.machine, launcher=sweep.place.launcher, ranks_per_node=sweep.settings.ranks_per_node,
-            threads=threads, module_folder=module_folder, environ=os.environ,
+            threads=_threads_of(sweep, max(sweep.settings.ranks)), module_folder=module_folder,
+            environ=os.environ if sweep.settings.cores is None else without_threads(os.environ),
         )
     )  # fmt: skip
+
+
+def _threads_of(sweep: _Sweep, ranks: int) -> int:
+    threads = sweep.settings.threads_of(ranks)
+    assert threads is not None, "decided before the first run"
+    return threads
 
 
 def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
@@ -496,25 +532,52 @@ def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
         ) from error
 
 
-def _measure(sweep: _Sweep, left: list[PlannedRun], *, starter: Starter, threads: int, folder: Path) -> None:
+def _measure(sweep: _Sweep, left: list[PlannedRun], *, starter: Starter, folder: Path) -> None:
     total = len(sweep.runs) + len(left)
     began_s = time.monotonic()
     for number, planned in enumerate(left):
-        cell = planned.cell
-        run = run_size(
-            sweep.recipe, planned, settings=sweep.settings, starter=starter, threads=threads,
-            directory=folder / f"run-{planned.round}-{cell.num_ranks}",
-            with_environment=all(run.ranks != cell.num_ranks for run in sweep.runs), keep=sweep.place.keep,
-        )  # fmt: skip
-        check_samples([*sweep.runs, run], mode=sweep.settings.mode)
+        cell, settings = planned.cell, sweep.settings
+        name = settings.size_name(cell.num_ranks)
+        if any(one.ranks == cell.num_ranks for one in sweep.failed):
+            continue
+        if settings.cores is not None and not os.environ.get("SLURM_JOB_ID"):
+            sweep.busy.append(psutil.cpu_percent(BUSY_OVER_S) / 100)
+        try:
+            run = run_size(
+                sweep.recipe, planned, settings=settings, starter=starter,
+                threads=_threads_of(sweep, cell.num_ranks),
+                directory=folder / f"run-{planned.round}-{cell.num_ranks}",
+                with_environment=all(run.ranks != cell.num_ranks for run in sweep.runs), keep=sweep.place.keep,
+            )  # fmt: skip
+        except HpctrainError as error:
+            if settings.cores is None or isinstance(error, StoppedEarly):
+                raise
+            sweep.failed.append(FailedSplit(ranks=cell.num_ranks, exit_code=error.exit_code))
+            if len(sweep.failed) == len(settings.ranks):
+                raise
+            _say(f"{name} is not measured further: {error}")
+            continue
+        if settings.cores is not None:
+            _check_cpus(run)
+        check_samples([*sweep.runs, run], mode=settings.mode)
         sweep.runs.append(run)
         write_scaling_document(sweep.place.document, sweep.document())
         taken_s = time.monotonic() - began_s
         left_s = taken_s / (number + 1) * (len(left) - number - 1)
         _say(
-            f"run {len(sweep.runs)}/{total} (round {planned.round + 1}/{sweep.settings.repeats}): {cell.num_ranks} "
-            f"rank{'s' * (cell.num_ranks > 1)}, global batch {cell.global_batch}: {run.samples_per_s:,.0f} samples/s; "
-            f"about {in_words(left_s)} left"
+            f"run {len(sweep.runs)}/{total} (round {planned.round + 1}/{settings.repeats}): {name}, "
+            f"global batch {cell.global_batch}: {run.samples_per_s:,.0f} samples/s; about {in_words(left_s)} left"
+        )
+
+
+def _check_cpus(run: ScalingRun) -> None:
+    """Raises UsageError if the ranks of a split did not compute on CPUs."""
+    devices = [rank["device"] for rank in (run.environment or {}).get("ranks", ())]
+    others = [device for device in devices if device != "cpu"]
+    if others:
+        raise UsageError(
+            f"--split-cores: the ranks computed on {others[0]}, and the number of GPUs decides how many ranks a node "
+            "should have: start one rank for each GPU; to compare splits on CPUs, add --set run.device=cpu"
         )
 
 

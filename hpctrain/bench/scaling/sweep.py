@@ -91,6 +91,8 @@ class SweepSettings(_Part):
         threads_per_rank: The number of threads per rank, the same for all sizes; None before it is decided.
         start: How ranks are started. `launch`: by mpirun here, or by srun within this allocation; `jobs`: in one Slurm
             job per run.
+        cores: The number of cores of a node that the ranks of each size share, if the sweep compares splits of these
+            cores into ranks and threads; then each size has its own number of threads. Else None.
     """
 
     mode: Mode
@@ -103,7 +105,18 @@ class SweepSettings(_Part):
     seed: int
     threads_per_rank: int | None = None
     start: Literal["launch", "jobs"] = "launch"
+    cores: int | None = None
     overrides: list[str] = Field(default_factory=list)
+
+    def size_name(self, ranks: int) -> str:
+        """Returns a size as text: `2 ranks`, or `2 ranks x 1 thread` if the sweep compares splits."""
+        name = f"{ranks} rank{'s' * (ranks > 1)}"
+        threads = self.threads_of(ranks)
+        return name if self.cores is None else f"{name} x {threads} thread{'s' * (threads != 1)}"
+
+    def threads_of(self, ranks: int) -> int | None:
+        """Returns the number of threads of each of `ranks` ranks; None before it is decided."""
+        return self.threads_per_rank if self.cores is None else self.cores // ranks
 
 
 class SizeResult(_Part):
@@ -148,6 +161,37 @@ class SamplesCheck(_Part):
     steps: int
 
 
+class FailedSplit(_Part):
+    """A split whose last run failed, and the exit code of this run."""
+
+    ranks: int
+    exit_code: int
+
+
+class SplitVerdict(_Part):
+    """With which split the model trains fastest, as far as the rounds so far show.
+
+    Attributes:
+        fastest: The number of ranks of the split with the most samples/s.
+        undecided: The numbers of ranks of the splits that the rounds cannot tell from the fastest.
+        use: The number of ranks to use: of the fastest split and the undecided ones, the fewest, which need the least
+            memory. After a single round: of the fastest split.
+        ratios: By number of ranks of each other split: samples/s of the fastest over those of this split, with the
+            fields of `RatioEstimate`. The intervals hold together with 95%.
+        failed: The splits that are not compared because a run failed.
+        text: The verdict in a sentence.
+        start: How to start ranks and threads like this: by hand, in a batch script and in a recipe.
+    """
+
+    fastest: int
+    undecided: list[int]
+    use: int
+    ratios: dict[int, dict[str, Any]]
+    failed: list[FailedSplit]
+    text: str
+    start: str
+
+
 class ScalingDocument(_Part):
     """The whole document.
 
@@ -158,7 +202,8 @@ class ScalingDocument(_Part):
         fits: `chosen` (a law's name or null), `why`, and `laws`, each with `law`, `formula`, `rate_1`, `parameters`
             (`name`, `value`, `error`, `low`, `high`, `at_bound`), `residual`, `aicc`, `checked_by`, `misfit_p`,
             `peak_ranks`, `efficiency` and `predicted` (by number of ranks); null while fewer than two sizes are
-            measured.
+            measured, and for splits.
+        splits: The verdict on the splits of a node's cores; None for other sweeps, whose files do not have this field.
         runs: All runs, in the order in which they were made.
     """
 
@@ -177,9 +222,18 @@ class ScalingDocument(_Part):
     fits: dict[str, Any] | None
     runs: list[ScalingRun]
     notes: list[str]
+    splits: SplitVerdict | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", by_alias=True)
+        found = self.model_dump(mode="json", by_alias=True)
+        if self.settings.cores is None:
+            del found["splits"], found["settings"]["cores"]
+        return found
+
+    def unmeasured_splits(self) -> list[FailedSplit]:
+        """Returns the splits that failed before they had a result."""
+        measured = {size.ranks for size in self.sizes}
+        return [one for one in (self.splits.failed if self.splits else []) if one.ranks not in measured]
 
 
 def document_start(*, commit: str | None) -> dict[str, Any]:
@@ -242,9 +296,10 @@ def check_settings(settings: SweepSettings, *, batch: int) -> None:
             "against three cannot even reach p = 0.05); `hpctrain bench step` measures with fewer"
         )
     if settings.mode == "strong" and max(settings.ranks) > batch:
+        fewer = "fewer ranks, --weak," if settings.cores is None else "--ranks with some of the splits,"
         raise UsageError(
             f"{max(settings.ranks)} ranks cannot share the recipe's global batch of {batch} (strong scaling): use "
-            "fewer ranks, --weak, or a larger batch with --set data.global_batch=N"
+            f"{fewer} or a larger batch with --set data.global_batch=N"
         )
     per_node = settings.ranks_per_node
     if settings.start == "jobs" and per_node is not None:
@@ -323,37 +378,45 @@ def check_same_sweep(
 
 
 def scaling_table(document: ScalingDocument) -> Table:
-    """Returns a table with one row per number of ranks. The title states the baseline and the kind of interval."""
+    """Returns a table with one row per size. Its title states the baseline and the kind of interval."""
     settings = document.settings
     sizes = document.sizes
     rounds = max((size.repeats for size in sizes), default=0)
-    ranks = f"{document.baseline_ranks} rank{'s' * (document.baseline_ranks > 1)}"
+    splits = settings.cores is not None
+    what = f"{settings.cores} cores split" if splits else f"{settings.mode} scaling"
     title = (
-        f"{document.recipe['run']['name']}: {settings.mode} scaling, {rounds} interleaved "
-        f"round{'s' * (rounds != 1)} of {settings.steps} steps after {settings.warmup_steps}; relative to {ranks}, "
+        f"{document.recipe['run']['name']}: {what}, {rounds} interleaved "
+        f"round{'s' * (rounds != 1)} of {settings.steps} steps after {settings.warmup_steps}; relative to "
+        f"{settings.size_name(document.baseline_ranks)}, "
         "[95% t interval] of the rounds' ratios"
     )
     shown = [name for name in (*PARTS, "other") if name != "checkpoint"]
     parts = [n for n in shown if n not in OPTIONAL_KEYS or any(size.seconds.get(n) for size in sizes)]
-    columns = ["ranks", "nodes", "batch", "samples/s", "step, ms", "speedup", "efficiency"]
+    # Splits use the same cores of one node, so that their efficiency is their speedup.
+    columns = ["ranks", "threads" if splits else "nodes", "batch", "samples/s", "step, ms", "speedup"]
+    columns += [] if splits else ["efficiency"]
     table = empty_table(title, [*columns, *(name.removesuffix("_sync") for name in parts)])
     for size in sizes:
         table.add_row(
             str(size.ranks),
-            str(size.nodes),
+            str(settings.threads_of(size.ranks) if splits else size.nodes),
             str(size.global_batch),
             _with_range(size.samples_per_s, "q1", "q3", show_number),
             show_number(1e3 * size.step_s["median"]),
             _with_range(size.speedup, "low", "high", lambda value: f"{value:.2f}"),
-            _with_range(size.efficiency, "low", "high", lambda value: f"{value:.0%}"),
+            *([] if splits else [_with_range(size.efficiency, "low", "high", lambda value: f"{value:.0%}")]),
             *(f"{size.seconds[name] / size.seconds['step']:.1%}" for name in parts),
         )
+    for one in document.unmeasured_splits():
+        table.add_row(str(one.ranks), str(settings.threads_of(one.ranks)), "", "failed")
     return table
 
 
 def scaling_lines(document: ScalingDocument) -> list[str]:
     """Returns the lines below the table: fitted laws, which law to use and why, what was checked, notes."""
     lines = []
+    if document.splits is not None:
+        lines += [document.splits.text, document.splits.start]
     if document.fits is not None:
         lines += [_law_line(law, chosen=document.fits["chosen"]) for law in document.fits["laws"]]
         lines.append(f"law: {document.fits['chosen'] or 'none'}: {document.fits['why']}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -42,6 +43,14 @@ def scaling_command(
             help="Weak scaling: the recipe's global batch for each rank. Default: strong, the batch is shared.",
         ),
     ] = False,
+    split_cores: Annotated[
+        bool,
+        typer.Option(
+            "--split-cores",
+            help="Few ranks with many threads, or many with few? Measures the splits of a node's cores into ranks x "
+            "threads, for the recipe's global batch: all, or those with --ranks.",
+        ),
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each run.")] = 50,
     warmup_steps: Annotated[int, typer.Option(min=0, help="Warm-up steps, which are not counted.")] = 10,
     repeats: Annotated[
@@ -75,7 +84,9 @@ def scaling_command(
     json_path: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
-            "--json", metavar="PATH", help="The document [default: scaling-NAME-strong.json or -weak.json]."
+            "--json",
+            metavar="PATH",
+            help="The document [default: scaling-NAME-strong.json, -weak.json or -splits.json].",
         ),
     ] = None,
     report: Annotated[
@@ -101,11 +112,13 @@ def scaling_command(
     hpctrain bench scaling recipe.toml --ranks 1,2,4,8 --weak --repeats 8
     salloc --nodes=4 hpctrain bench scaling recipe.toml --nodes 1,2,4 --ranks-per-node 8
     hpctrain bench scaling recipe.toml --nodes 1,2,4 --ranks-per-node 8 --jobs
+    hpctrain bench scaling recipe.toml --split-cores                        ranks or threads?
     hpctrain bench scaling recipe.toml --ranks 1,2,4,8 --report report.html
     hpctrain bench scaling recipe.toml --ranks 1,2,4,8 --resume             after Ctrl-C, or a run that failed
 
     Each round has one run of every size, in shuffled order. The document is written after each run. Exit codes: 0; 75
-    stopped, --resume continues; 2 usage; 3 the runs saw different samples; else that of the run that failed.
+    stopped, --resume continues; 2 usage; 3 the runs saw different samples; else that of the run that failed (with
+    --split-cores after the other splits have been measured).
     """
     from hpctrain.scaling import check_scipy
 
@@ -117,7 +130,7 @@ def scaling_command(
     if scratch is not None and not scratch.is_dir():
         raise UsageError(f"--scratch {scratch} is not a directory")
     mode = "weak" if weak else "strong"
-    path = json_path or Path(f"scaling-{loaded.run.name}-{mode}.json")
+    path = json_path or Path(f"scaling-{loaded.run.name}-{'splits' if split_cores else mode}.json")
     check_writable(path, option="--json")
     if report is not None:
         _check_report(report)
@@ -126,9 +139,12 @@ def scaling_command(
         loaded, mode=mode, ranks=ranks, nodes=nodes, ranks_per_node=ranks_per_node, steps=steps,
         warmup_steps=warmup_steps, repeats=repeats, seed=seed, threads=threads, jobs=jobs, overrides=overrides or [],
     )  # fmt: skip
+    if split_cores:
+        settings = _split(settings, loaded, given=ranks, launcher=launcher)
+    # The report compares runs with that on the fewest ranks, as if all ranks had the same threads.
+    keeps = report is not None and not split_cores
     place = SweepPlace(
-        recipe_path=recipe, document=path, launcher=launcher, scratch=scratch,
-        keep=None if report is None else kept_runs,
+        recipe_path=recipe, document=path, launcher=launcher, scratch=scratch, keep=kept_runs if keeps else None,
     )  # fmt: skip
     try:
         with _signals_interrupt():
@@ -142,8 +158,10 @@ def scaling_command(
         raise typer.Exit(ExitCode.STOPPED_EARLY) from None
     notes = [*scaling_lines(document), f"document: {path}"]
     if report is not None:
-        notes.append(_write_report(report, document, kept_runs))
+        notes.append(_write_report(report, document, kept_runs if keeps else None))
     show(scaling_table(document), notes=notes)
+    if document.splits is not None and document.splits.failed:
+        raise typer.Exit(document.splits.failed[0].exit_code)
 
 
 def _check_report(path: Path) -> None:
@@ -154,10 +172,13 @@ def _check_report(path: Path) -> None:
     check_writable(path, option="--report")
 
 
-def _write_report(path: Path, document: ScalingDocument, kept_runs: Path) -> str:
+def _write_report(path: Path, document: ScalingDocument, kept_runs: Path | None) -> str:
     """Writes the page from the sweep and its kept runs. Returns a note for the user."""
     from hpctrain.report import make_report, write_html
 
+    if kept_runs is None:
+        write_html(make_report([], sweep=document), path)
+        return f"report: {path}"
     runs = [kept_runs / f"ranks-{size.ranks}" for size in document.sizes]
     found = [run for run in runs if (run / "environment.json").is_file()]
     write_html(make_report(found, sweep=document), path)
@@ -207,6 +228,34 @@ def _settings(
         start="jobs" if jobs else "launch",
         overrides=overrides,
     )
+
+
+def _split(
+    settings: SweepSettings, recipe: Recipe, *, given: str | None, launcher: Launcher
+) -> SweepSettings:
+    """Returns the settings for --split-cores. `given` is the option --ranks. Raises UsageError if they do not fit."""
+    from hpctrain.bench import cores_to_split, ranks_of_splits
+    from hpctrain.launch import survey_machine
+
+    if recipe.run.threads_per_rank is not None:
+        raise UsageError(
+            f"--split-cores: run.threads_per_rank = {recipe.run.threads_per_rank} would give every rank as many "
+            "threads in each split: remove it from the recipe"
+        )
+    others = {
+        "--weak": settings.mode == "weak", "--nodes": settings.nodes is not None, "--jobs": settings.start == "jobs",
+        "--ranks-per-node": settings.ranks_per_node is not None, "--threads": settings.threads_per_rank is not None,
+    }  # fmt: skip
+    wrong = [option for option, is_given in others.items() if is_given]
+    if wrong:
+        raise UsageError(
+            f"--split-cores divides the cores of one node over its ranks, for one global batch: leave out {wrong[0]}"
+            + " and call it inside a job (salloc --nodes=1)" * (wrong[0] == "--jobs")
+        )
+    cores = cores_to_split(machine=survey_machine(), launcher=launcher, environ=os.environ)
+    ranks = ranks_of_splits(cores, asked=None if given is None else settings.ranks)
+    # All ranks of a split are on one node, also in an allocation of several.
+    return settings.model_copy(update={"ranks": ranks, "cores": cores, "ranks_per_node": cores})
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.launch import core_share, read_cores
 from tests.ranks.bench.test_bench import HPCTRAIN
 from tests.ranks.bench.workplace import assert_nothing_left
 from tests.ranks_launcher import run_command, start_command
@@ -18,6 +19,8 @@ from tests.states import wait_for
 
 pytestmark = pytest.mark.launches
 
+# Of each core the first hardware thread: a split is one of cores.
+CORES = sorted(read_cores().cores)
 TINY = ["--ranks", "1,2", "--steps", "4", "--warmup-steps", "2"]
 
 
@@ -118,6 +121,36 @@ def test_rounds_are_measured_in_turns_and_a_failing_run_keeps_what_there_is(plac
     assert document(place) == first
     run_command(None, argv(place, *options, "--resume"), cwd=place, timeout_s=300, expect=0)
     assert [run["round"] for run in document(place)["runs"]] == [0, 0, 1, 1]
+    assert_nothing_left(place)
+
+
+@pytest.mark.skipif(shutil.which("taskset") is None, reason="no taskset")
+@pytest.mark.skipif(core_share([read_cores()], 0) < 2, reason="one core cannot be split")
+def test_splits_of_the_cores_run_with_the_threads_that_launch_gives(place: Path) -> None:
+    """One round on two cores, whatever the caller's OMP_NUM_THREADS; then a round in which a split fails."""
+    words = ["taskset", "-c", f"{CORES[0]},{CORES[1]}"]
+    words += argv(place, "--split-cores", "--at-most", "1", "--resume", "--report", "report.html")
+    done = run_command(None, words, cwd=place, timeout_s=300, expect=0)
+    found = document(place)
+    assert found["settings"]["cores"] == 2
+    threads = {
+        run["ranks"]: [rank["threads"] for rank in run["environment"]["ranks"]] for run in found["runs"]
+    }
+    assert threads == {1: [2], 2: [1, 1]}
+    given = {run["ranks"]: run["environment"]["variables"]["OMP_NUM_THREADS"] for run in found["runs"]}
+    assert given == {1: "2", 2: "1"}
+    assert {(run["global_batch"], tuple(run["sample_sums"])) for run in found["runs"]} == {
+        (32, tuple(found["runs"][0]["sample_sums"])),
+    }  # fmt: skip
+    assert found["splits"]["text"] in done.stdout.replace("\n", " ")
+    assert "1 rank x 2 threads or 2 ranks x 1 thread trains this model faster" in found["splits"]["text"]
+    assert "digits: ranks or threads on 2 cores</h1>" in (place / "report.html").read_text()
+
+    failed = run_command(None, words, cwd=place, env={"MINE": "fail with 1 thread"}, timeout_s=300, expect=2)
+    assert "2 ranks x 1 thread is not measured further" in failed.stderr
+    assert "the model is out of order" in failed.stderr
+    assert "2 ranks x 1 thread failed with exit code 2 and was not compared." in failed.stdout
+    assert [run["ranks"] for run in document(place)["runs"][2:]] == [1]
     assert_nothing_left(place)
 
 

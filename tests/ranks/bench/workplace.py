@@ -28,15 +28,15 @@ global_batch = 32
 every_steps = 1
 """
 
-# A task that lies beside its recipe, and fails, or sleeps, where it is told to.
+# A task that lies beside its recipe, and fails, always or with one thread, or sleeps, where it is told to.
 TASK = """
-import os, time
+import os, time, torch
 from hpctrain.tasks.digits import Digits
 
 
 class Mine(Digits):
     def build_model(self):
-        if os.environ.get("MINE") == "fail":
+        if os.environ.get("MINE") in ("fail", f"fail with {torch.get_num_threads()} thread"):
             raise RuntimeError("the model is out of order")
         return super().build_model()
 

@@ -9,8 +9,10 @@ from typing import Any, Literal
 from hpctrain.bench.document import document_head
 from hpctrain.bench.scaling.measure import check_samples
 from hpctrain.bench.scaling.results import fits_of, size_results
+from hpctrain.bench.scaling.splits import judge_splits
 from hpctrain.bench.scaling.sweep import (
     SCHEMA,
+    FailedSplit,
     PlannedRun,
     RankSums,
     ScalingDocument,
@@ -72,22 +74,34 @@ def document_of(
     *,
     start_of_round: Callable[[int], float] = lambda number: 100.0 * number,
     num_runs: int | None = None,
+    failed: FailedSplit | None = None,
 ) -> ScalingDocument:
-    """rate: of each run. start_of_round: seconds since 1970. num_runs: made so far; None: all."""
+    """rate: of each run. start_of_round: seconds since 1970. num_runs: made so far; None: all.
+
+    failed: a split whose first run failed.
+    """
     mine = recipe()
     planned = plan_runs(asked, batch=64)
     runs = [
         run_of(one, rate=rate(one), started=start_of_round(one.round) + 2 * one.place)
         for one in planned[:num_runs]
+        if failed is None or one.cell.num_ranks != failed.ranks
     ]
-    baseline = min(asked.ranks)
-    fits = fits_of(runs, mode=asked.mode)
+    baseline = min(ranks for ranks in asked.ranks if failed is None or ranks != failed.ranks)
+    fits = fits_of(runs, mode=asked.mode) if asked.cores is None else None
+    rates = {
+        ranks: {run.round: run.samples_per_s for run in runs if run.ranks == ranks} for ranks in asked.ranks
+    }
+    verdict = judge_splits(
+        rates, settings=asked, failed=[] if failed is None else [failed], recipe="recipe.toml"
+    )
     return ScalingDocument(
         **document_head(SCHEMA, commit="abc"), complete=not remaining_runs(planned, runs), recipe_path="recipe.toml",
         recipe=mine.model_dump(mode="json"), settings=asked, baseline_ranks=baseline,
         samples=check_samples(runs, mode=asked.mode),
         sizes=size_results(runs, baseline_ranks=baseline, shared=lambda ranks: ranks > 2),
         fits=None if fits is None else fits.as_json(), runs=runs, notes=[],
+        splits=None if asked.cores is None else verdict,
     )  # fmt: skip
 
 

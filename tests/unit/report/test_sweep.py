@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.bench import ScalingDocument
-from hpctrain.report import make_report, write_html
+from hpctrain.bench.scaling.sweep import FailedSplit
+from hpctrain.report import make_report, write_html, write_markdown
 from tests.unit.bench.sweeps import document_of, settings
 
 
@@ -44,3 +45,30 @@ def test_an_unfinished_sweep_says_so_first(runs: list[Path]) -> None:
     (_, conclusions), *of_runs = report.conclusions
     assert conclusions[0].text == "The sweep is not complete."
     assert [label for label, _ in of_runs] == ["run-1", "run-2"]
+
+
+def test_splits_of_a_node_are_a_verdict_and_a_row_each(tmp_path: Path) -> None:
+    rates = {1: 800.0, 2: 1000.0, 4: 900.0}
+    sweep = document_of(
+        settings((1, 2, 4), cores=4),
+        lambda run: rates[run.cell.num_ranks],
+        failed=FailedSplit(ranks=4, exit_code=8),
+    )
+    report = make_report([], sweep=sweep)
+    assert report.title == "mine: ranks or threads on 4 cores"
+    assert report.plots == []
+    ((_, conclusions),) = report.conclusions
+    unfinished, verdict, start = conclusions
+    assert unfinished.text == "The sweep is not complete."
+    assert verdict.text.startswith("On this node, 2 ranks x 2 threads train this model fastest: 1.25 times")
+    assert verdict.kind == "problem"
+    assert "--ntasks-per-node=2 --cpus-per-task=2" in start.text
+    (table,) = report.tables
+    assert table.title == "Splits of 4 cores"
+    assert [(row.name, *row.shown()[:4]) for row in table.rows] == [
+        ("1", "4", "800", "80.00", "1.00"), ("2", "2", "1,000", "64.00", "1.25"), ("4", "1", "failed", "–", "–"),
+    ]  # fmt: skip
+    write_html(report, tmp_path / "report.html")
+    write_markdown(report, tmp_path / "report.md")
+    assert "train this model fastest" in (tmp_path / "report.html").read_text()
+    assert "| 2 | 2 | 1,000 |" in (tmp_path / "report.md").read_text()
