@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -101,19 +103,26 @@ def trained(
     }
 
 
+def last_compiled(loss: torch.Tensor) -> Any:
+    """Returns the node of the autograd graph whose compiled backward runs last."""
+    found, nodes = None, [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if "Compiled" in type(node).__name__:
+            found = node
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
 def order_of_backward(world: World) -> list[str]:
     """Returns what happens in backward: "bucket 0", ..., when these are given to the reduction, and "first block"
-    when the gradients arrive at the end of the first block."""
+    when the backward of the first block begins, which is the last compiled code of backward.
+    """
     task = Residual()
     torch.manual_seed(3)
     model = task.build_model()
     events: list[str] = []
     compile_pieces(model)
-    model[2].register_forward_hook(
-        lambda module, inputs, output: (
-            output.register_hook(lambda gradient: events.append("first block")) and None
-        )
-    )
     session = session_over(world)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     updater = session.distributed_optimizer(model, sgd, algorithm="flat", bucket_bytes=4_000)
@@ -133,12 +142,28 @@ def order_of_backward(world: World) -> list[str]:
         }
         for _ in range(2):  # in the second step the buckets are in the order of the gradients
             events.clear()
-            updater.backward(task.loss(model, fields), weight=1 / world.num_ranks)
+            loss = task.loss(model, fields)
+            last_compiled(loss).register_prehook(lambda gradients: events.append("first block"))
+            updater.backward(loss, weight=1 / world.num_ranks)
             updater.step()
     finally:
         ReductionPipeline.submit = submit  # type: ignore[method-assign]
         updater.close()
     return events
+
+
+def copies() -> dict[str, bool]:
+    """Returns whether a copy and a pickle of a compiled model compute with their own parameters."""
+    model = Residual().build_model().eval()
+    compile_pieces(model)
+    found = {}
+    with torch.no_grad():
+        for name, other in (("copy", copy.deepcopy(model)), ("pickle", pickle.loads(pickle.dumps(model)))):
+            images = torch.rand(4, 64)
+            same = torch.allclose(other(images), model(images), atol=1e-5)
+            other[2].up.weight.fill_(5.0)
+            found[name] = same and not torch.allclose(other(images), model(images), atol=1e-5)
+    return found
 
 
 def everything(world: World, directory: str) -> dict[str, Any]:
@@ -158,6 +183,8 @@ def everything(world: World, directory: str) -> dict[str, Any]:
         of_both = {"dropout": dropout if then_compiled else 0.0}
         trained(world, where, run, compiled=True, stop_after=STOP_AFTER, **of_both)
         found[name] = trained(world, where, run, compiled=then_compiled, resume="auto", **of_both)
+    if n == 1:
+        found["copies"] = copies()
     if n > 1:
         for shard in ("optimizer", "gradients"):
             found[shard] = trained(world, where, f"{n}-{shard}", compiled=True, parallel={"shard": shard})

@@ -67,6 +67,11 @@ def test_it_is_compiled_once_per_node_and_said(launch: RanksResult) -> None:
     assert "compiled the model, its blocks one by one, on the first rank of each node in" in launch.stdout
 
 
+def test_copies_of_a_compiled_model_are_their_own(launch: RanksResult) -> None:
+    for output in launch.outputs:
+        assert output.get("copies") in (None, {"copy": True, "pickle": True})
+
+
 def test_sharded_optimizers_train_compiled_models(launch: RanksResult) -> None:
     for output in launch.outputs:
         for shard in {"optimizer", "gradients"} & set(output):
