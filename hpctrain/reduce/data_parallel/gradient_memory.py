@@ -217,9 +217,7 @@ class GradientMemory:
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [buffer[bucket.first_flag :] for bucket, buffer in pairs]
         # In host memory as arrays of numpy, with which an operation on a few numbers takes a tenth of the time.
-        self._flags = [
-            of_bucket.numpy() if of_bucket.device.type == "cpu" else of_bucket for of_bucket in flags
-        ]
+        self._flags = [of_bucket.numpy() if of_bucket.device.type == "cpu" else of_bucket for of_bucket in flags]
         self._gaps = [buffer[bucket.num_gradients : bucket.first_flag] for bucket, buffer in pairs]
         viewed = [place for place in self._places if place.gradient is not None]
         self._usual_references = max((_references(place) for place in viewed), default=0)
