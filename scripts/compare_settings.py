@@ -41,7 +41,8 @@ def rate_of_run(recipe: Path, *, ranks: int, settings: list[str], directory: Pat
     lines = (directory / "metrics" / "rank-00000.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if record["kind"] == "step"][_SKIPPED_STEPS:]
     most = max(step["samples"] for step in steps)  # without the last batch of an epoch
-    return most * ranks / statistics.median(s["seconds"]["step"] for s in steps if s["samples"] == most)
+    seconds: list[float] = [step["seconds"]["step"] for step in steps if step["samples"] == most]
+    return float(most * ranks / statistics.median(seconds))
 
 
 def compare() -> None:

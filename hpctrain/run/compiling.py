@@ -57,14 +57,12 @@ def prepare_to_compile(session: Session, *, environ: MutableMapping[str, str] = 
             )
     else:
         _check_compiler(environ)
+    if not session.leads_node:  # it finds in the cache what the node's first rank has compiled
+        environ.setdefault(_THREADS_VARIABLE, "1")
     if environ.get(CACHE_VARIABLE):
         return
     directory = _private_folder(environ)
     environ[CACHE_VARIABLE] = str(directory)
-    if not session.leads_node:
-        environ.setdefault(
-            _THREADS_VARIABLE, "1"
-        )  # they find in the cache what the node's first rank has compiled
     kind = filesystem_of(directory)
     if kind.is_shared:
         session.note(
@@ -140,7 +138,7 @@ def compile_pieces(model: torch.nn.Module) -> list[torch.nn.Module]:
     pieces = list(repeated_blocks(model).values()) or [model]
     for piece in pieces:
         # Not `piece.compile()`, with which torch skips modules that only consist of its own, such as a Sequential.
-        piece.forward = _CompiledForward(piece)  # type: ignore[method-assign]
+        piece.forward = _CompiledForward(piece)
     return pieces
 
 

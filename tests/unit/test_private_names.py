@@ -52,6 +52,7 @@ NAMES: dict[str, Callable[[], object]] = {
     "_foreach_lerp_": lambda: torch._foreach_lerp_,
     "_foreach_mul_": lambda: torch._foreach_mul_,
     "_get_root_mesh": root_mesh,
+    "_inductor": lambda: importlib.util.find_spec("torch._inductor").name,  # type: ignore[union-attr]
     "_make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
     "_mesh_resources": root_mesh,
     "_modules": lambda: nn.Module()._modules,

@@ -111,3 +111,17 @@ def test_without_a_compiler_it_is_refused_before_training(
     assert "CXX = /missing/c++" in found.stderr
     assert "leave run.compile out" in found.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_compiler_that_fails_is_reported_before_training(packed_digits: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'[run]\ndirectory = "{tmp_path / "run"}"\nsteps = 2\ncompile = true\n'
+        '[task]\ntarget = "hpctrain.tasks.digits:Digits"\n'
+        f'[data]\ntrain = "{packed_digits / "train"}"\nglobal_batch = 8\n'
+    )
+    command = [sys.executable, "-m", "hpctrain.cli.main", "train", str(recipe)]
+    environment = {"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    found = run_command(None, command, cwd=tmp_path, env=environment, expect=int(ExitCode.USAGE))
+    assert "torch.compile cannot compile the model of hpctrain.tasks.digits:Digits" in found.stderr
+    assert "step 1/2" not in found.stdout
