@@ -38,6 +38,7 @@ setup(
             "py.typed",
             "*.pyi",
             "*/*.pyi",
+            "reduce/data_parallel/*.pyi",
             "reduce/shared_memory/*.pyi",
             "slurm/templates/*.j2",
             "bench/export/templates/*.j2",
@@ -51,6 +52,14 @@ setup(
             "hpctrain.reduce.shared_memory._add",
             ["hpctrain/reduce/shared_memory/_add.c"],
             extra_compile_args=["-O3", "-ffp-contract=off", "-fno-fast-math"],
+            optional=True,
+        ),
+        # The optimizer's step in one pass over memory. Without a compiler PyTorch makes it.
+        Extension(
+            "hpctrain.reduce.data_parallel._one_pass",
+            ["hpctrain/reduce/data_parallel/_one_pass.c"],
+            extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno"],
+            libraries=["m"],
             optional=True,
         ),
         # No modules of Python: a thread that ends a rank whose Python is blocked (comm/watchdog/gil_free_timer.py),

@@ -43,7 +43,7 @@ class HpctrainError(Exception):
 
     Args:
         message: What was asked, what was found, on which rank, and what to do.
-        agreed: True if every rank of the run raises this error, so that all of them can shut down normally.
+        agreed: True if every rank of the run raises this error, so that all ranks can shut down normally.
 
     Attributes:
         exit_code: Exit code of a command that ends with this error.
@@ -133,19 +133,19 @@ class OutOfMemory(HpctrainError):
 
 
 class DifferenceFound(HpctrainError):
-    """`hpctrain check` found that repeated trainings give different results; it has printed the causes."""
+    """`hpctrain check` found that repeated trainings give different results, and has printed the causes."""
 
     exit_code = ExitCode.DIFFERS
 
 
 class StoppedEarly(HpctrainError):
-    """The run was asked to stop. Its state is saved, and the same command resumes it."""
+    """The run was asked to stop. The state of the run is saved, and the same command resumes the run."""
 
     exit_code = ExitCode.STOPPED_EARLY
 
 
 class GivenUp(HpctrainError):
-    """The supervisor does not restart the run, because it would fail again: a person must find the cause."""
+    """The supervisor does not restart the run, because the run would fail again: a person must find the cause."""
 
     exit_code = ExitCode.GIVEN_UP
 
@@ -157,8 +157,8 @@ def from_exit_code(exit_code: int) -> type[HpctrainError]:
         exit_code: Exit code of an `hpctrain` command, or the exit code that another rank has sent.
 
     Returns:
-        The class with this exit code; `HpctrainError` if no class has it. If several classes have it, the one that
-        is defined first.
+        The class with this exit code; `HpctrainError` if no class has it. If several classes have this exit code, the
+        class that is defined first.
     """
     classes = HpctrainError.__subclasses__()  # in the order of their definition
     return next((found for found in classes if found.exit_code == exit_code), HpctrainError)

@@ -90,11 +90,11 @@ class Topology:
         return self.ranks_by_node
 
     def node_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the groups of the `node` axis: for each local index, the ranks that have it on their node.
+        """Returns the groups of the `node` axis: for each local index, the ranks with this index on their nodes.
 
         If the nodes have different numbers of ranks, there are as many groups as the smallest node has ranks. Ranks
-        with a larger local index belong to no group; in two-level reduction, only the other ranks of their node
-        exchange data with other nodes.
+        with a larger local index belong to no group; in two-level reduction, these ranks do not exchange data with
+        other nodes.
         """
         smallest = min(len(ranks) for ranks in self.ranks_by_node)
         return tuple(tuple(ranks[i] for ranks in self.ranks_by_node) for i in range(smallest))
@@ -166,7 +166,7 @@ class ParallelMesh:
 
     ranks: world rank at each index [stage][node][local][tensor]. A tensor group always lies on one node.
     by_node: True if each entry [stage][node] of `ranks` holds ranks of one node only. False if `plan` could not arrange
-    the ranks so: the `node` axis then has size 1.
+    the ranks in this way: the `node` axis then has size 1.
     """
 
     ranks: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
@@ -199,7 +199,7 @@ class ParallelMesh:
 
     @staticmethod
     def check(topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> None:
-        """Raises TopologyError if `plan` would raise it for the same arguments; does not arrange any ranks."""
+        """Raises TopologyError if `plan` would do so for the same arguments. Does not arrange any ranks."""
         for name, size in (("pipeline", pipeline), ("tensor", tensor)):
             if size < 1:
                 raise TopologyError(f"{name} is {size}: give at least 1")
@@ -231,7 +231,7 @@ class ParallelMesh:
         return found
 
     def data_axis(self, rank: int) -> Axis:
-        """Returns the axis of the ranks that are data parallel to `rank`: those with its stage and tensor index.
+        """Returns the axis of the ranks that are data parallel to `rank`: ranks with the same stage and tensor index.
 
         All ranks of one tensor group have the same index on this axis.
         """
@@ -243,14 +243,15 @@ class ParallelMesh:
     def pipeline_axis(self, rank: int) -> Axis:
         """Returns the axis of the ranks that differ from `rank` only in their stage; `index` is the stage of `rank`.
 
-        These ranks together hold all pipeline stages of one copy of the model, or of one tensor-parallel part of it.
+        These ranks together hold all pipeline stages of one copy of the model, or of one tensor-parallel part of the
+        copy.
         """
         grid = np.array(self.ranks)
         stage, node, local, tensor = (int(place[0]) for place in np.nonzero(grid == rank))
         return Axis("pipeline", tuple(grid[:, node, local, tensor].tolist()), stage)
 
     def tensor_axis(self, rank: int) -> Axis:
-        """Returns the tensor group of `rank` as an axis. Its `index` is the index of `rank` in the group."""
+        """Returns the tensor group of `rank` as an axis. `index` of the axis is the index of `rank` in the group."""
         group = next(group for stage in self.ranks for node in stage for group in node if rank in group)
         return Axis("tensor", group, group.index(rank))
 

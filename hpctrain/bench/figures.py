@@ -43,8 +43,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def parse_size(text: str, *, rounds_down: bool = False) -> int:
     """Returns the bytes of `4096`, `4KB` (10^3), `4KiB` or `4K` (2^10). Raises UsageError for other texts.
 
-    rounds_down: whether a size that is not an integer number of bytes, such as `79.2GiB`, is rounded down; otherwise it
-    is refused.
+    rounds_down: True: a size that is not an integer number of bytes, such as `79.2GiB`, is rounded down. False: such a
+    size is refused.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:

@@ -1,4 +1,4 @@
-"""Drops files from the page cache, and reports how much of them is cached. Linux only."""
+"""Drops files from the page cache, and reports which fraction of their pages is cached. Linux only."""
 
 from __future__ import annotations
 

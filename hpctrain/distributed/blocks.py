@@ -51,7 +51,7 @@ def name_blocks(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the model's blocks by name: the modules given to `name_blocks`, if it was called. Blocks are not nested.
+    """Returns the model's blocks by name: the modules given to `name_blocks`, if called. Blocks are not nested.
 
     Otherwise a block is a module with children and parameters whose parent has several children of the same class.
     Containers (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`) are searched for blocks first. One of several
@@ -80,7 +80,7 @@ def _blocks_in(module: nn.Module, *, prefix: str) -> list[tuple[str, nn.Module]]
 def tied_across(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[str, str]]:
     """Returns the parameters that are shared by two blocks, or by a block and a module outside all blocks.
 
-    Each is a pair of the two names of the parameter.
+    Each entry is a pair: the two names of one parameter.
     """
     first: dict[int, tuple[str, str]] = {}
     pairs = []

@@ -44,7 +44,7 @@ def free_after_evaluation(model: nn.Module) -> None:
     """Frees whole parameters after each forward of `model` without gradients, except within `kept_whole`.
 
     FSDP2 keeps some parameters whole after forward, for backward. If no backward follows, changes that the program
-    makes to `model.parameters()` would be made to these copies and lost.
+    makes to `model.parameters()` would be made to the whole copies and lost.
     """
     modules = sharded_modules(model)
 
@@ -59,8 +59,8 @@ def free_after_evaluation(model: nn.Module) -> None:
 def kept_whole(model: nn.Module) -> Iterator[None]:
     """Within the `with` block, forwards without gradients gather each parameter once and then keep it whole.
 
-    The parameters must not change within the block; at the end of the block they are sharded again. For a model
-    without sharded parameters it does nothing. Every rank must enter the block; entering does not communicate.
+    The parameters must not change within the block; at the end of the block they are sharded again. Does nothing for a
+    model without sharded parameters. Every rank must enter the block; entering does not communicate.
     """
     if shard_of(model) != "parameters":
         yield
@@ -138,7 +138,7 @@ class ShardedPasses:
     def without_sums(self) -> Iterator[None]:
         """Within the `with` block, backward only adds up whole gradients on each rank.
 
-        The next backward outside of the block sums them over the ranks.
+        The next backward outside of the block sums these gradients over the ranks.
         """
         before, self._sums = self._sums, False
         self._may_hold_gradients = True
@@ -267,7 +267,7 @@ def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
 
     The model must be sharded over one axis of ranks. At most one sum runs at a time, and all sums have ended when
     backward ends. Backward waits for a sum at once if the sum is added to an existing gradient, or if a hook of a
-    parameter reads it.
+    parameter reads the sum.
     """
     unfinished = _Unfinished()
     sharded = sharded_modules(model)
@@ -283,7 +283,7 @@ def sum_gradients_by(start: StartSum, model: nn.Module) -> None:
 
 
 def start_group_sum(values: torch.Tensor, *, out: torch.Tensor, group: Any) -> dist.Work:
-    """Starts the sum with an operation of the process group. It is a `StartSum`. Collective."""
+    """Starts the sum with an operation of the process group. Implements `StartSum`. Collective."""
     work = dist.reduce_scatter_single(out, values, group=group, op=dist.ReduceOp.SUM, async_op=True)
     assert work is not None
     return work

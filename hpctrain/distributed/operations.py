@@ -1,7 +1,7 @@
 """Operations of torch.distributed on flat tensors, built from the few operations of a communicator.
 
 All are collective, except the checks. A communicator sums and takes maxima of some dtypes (`Collective`). Here, a
-minimum is a maximum of negated values, and narrow integers are reduced as wider ones. For products and bitwise
+minimum is a maximum of negated values, and narrow integers are reduced as wider integers. For products and bitwise
 operations each rank gathers the parts of all ranks and combines them in rank order, so that the result is the same
 everywhere. Data that is only moved is sent as bytes.
 """
@@ -57,7 +57,7 @@ _GATHERED_ELEMS = 1 << 20
 
 
 def op_name(op: object) -> str:
-    """Returns the name of a `torch.distributed.ReduceOp`. Raises UsageError for one that is not supported."""
+    """Returns the name of a `torch.distributed.ReduceOp`. Raises UsageError for an unsupported operation."""
     for known, name in _NAMES.items():
         if op == known:
             return name
@@ -82,7 +82,7 @@ def all_reduce(
     """Reduces `flat`, contiguous, shape (n,), over the ranks in place. Collective.
 
     A mean of a half type is computed in float32 and rounded once. sums: a function that sums over the ranks in place,
-    used instead of `comm.all_reduce`. If it is given, a mean of a half type is also sent as float32.
+    used instead of `comm.all_reduce`. With `sums`, a mean of a half type is also sent as float32.
     """
     if op in ("product", "and", "or", "exclusive or"):
         _from_all_parts(comm, flat, op=op)
@@ -177,8 +177,8 @@ def exchange(
 def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: int) -> list[int]:
     """Returns how many elements of `tensor` belong to each rank. Does not communicate.
 
-    rows: for each rank, the number of rows along dimension 0; empty for equal shares. Raises BufferMismatch if they do
-    not add up to the number of rows of the tensor, or if it cannot be divided into equal shares.
+    rows: for each rank, the number of rows along dimension 0; empty for equal shares. Raises BufferMismatch if `rows`
+    do not add up to the number of rows of the tensor, or if the tensor cannot be divided into equal shares.
     """
     if not rows:
         check_sizes(tensor.shape[0] % num_ranks, 0, operation="all_to_all", num_ranks=num_ranks)

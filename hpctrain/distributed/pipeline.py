@@ -76,7 +76,7 @@ def timed_stage(*arguments: Any, busy: list[tuple[float, float]], **options: Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """A model's layers by stage. `first_stage` is the stage of each parameter and buffer, by its name in the model."""
+    """A model's layers by stage. `first_stage` maps the name of each parameter and buffer in the model to its stage."""
 
     layers: tuple[tuple[nn.Module, ...], ...]
     first_stage: Mapping[str, int]
@@ -87,11 +87,12 @@ class Stages:
 
 
 def divide_into_stages(model: nn.Module, layers: Sequence[nn.Module], *, num_stages: int) -> Stages:
-    """Divides `model` into stages. `layers` are all its layers, in the order in which they are called.
+    """Divides `model` into stages. `layers` are all layers of the model, in the order in which they are called.
 
     The blocks, which are the layers of the most frequent class, are divided evenly. Layers before the first block
-    belong to the first stage, and other layers to the stage of the block before them. Raises UsageError if the blocks
-    cannot be divided evenly, if a parameter is in no layer or in two stages, or if a layer has batch normalisation.
+    belong to the first stage, and any other layer to the stage of the last block before the layer. Raises UsageError if
+    the blocks cannot be divided evenly, if a parameter is in no layer or in two stages, or if a layer has batch
+    normalisation.
     """
     if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
         raise UsageError("pipeline_layers returned no list of modules: return the model's layers, in order")
@@ -192,15 +193,15 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 
 @final
 class Pipeline:
-    """This rank's stages of a model. `put_in_pipeline` attaches it to the model; users do not create it.
+    """This rank's stages of a model. `put_in_pipeline` attaches this object to the model; users do not create it.
 
     Args:
         stages: The stages of the whole model.
         state: The `state_dict` of the whole model on the meta device.
         pipelines: For each pipeline, its world ranks in the order of their stages.
-        group: The process group of this rank's pipeline, in the same order.
-        replicas: The communicator of the ranks with the same stages. They compute other samples, or hold other parts of
-            the tensors.
+        group: The process group of this rank's pipeline, whose ranks are in the order of their stages.
+        replicas: The communicator of the ranks with the same stages. These ranks compute other samples, or hold other
+            parts of the tensors.
 
     Attributes:
         bubbles: The start and end, by `time.perf_counter`, of each interval of the last `forward_backward` in which
@@ -252,7 +253,7 @@ class Pipeline:
 
     @property
     def own_stages(self) -> list[nn.Module]:
-        """This rank's stages. Each is a module that calls its layers one after another."""
+        """This rank's stages. A stage is a module that calls the layers of the stage one after another."""
         return list(self._own.values())
 
     @property
@@ -268,7 +269,7 @@ class Pipeline:
     # ------------------------------------------------------------------ what a checkpoint needs
 
     def saves(self, name: str) -> bool:
-        """Returns True if this rank saves the parameter or buffer `name`. Exactly one rank saves each of them."""
+        """Returns True if this rank saves the parameter or buffer `name`. Exactly one rank saves each name."""
         return self.replicas.rank == 0 and self._first_stage.get(name, 0) in self._own
 
     def is_elsewhere(self, name: str) -> bool:
@@ -304,8 +305,8 @@ class Pipeline:
         Collective over the world.
 
         inputs: the inputs of the first stage, shape (micro_batches * rows, ...). Ranks without the first stage pass any
-        tensor of the same shape and dtype, such as one on the meta device. loss_of: called for each micro-batch on the
-        rank with the last stage. Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
+        tensor of the same shape and dtype, such as a tensor on the meta device. loss_of: called for each micro-batch on
+        the rank with the last stage. Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
         """
         kinds = self._kinds_for(inputs, parts=self._plan.micro_batches)
         if self._scheduled != kinds:
@@ -324,8 +325,8 @@ class Pipeline:
 
         Without gradients. Collective over the world.
 
-        inputs: as for `forward_backward`, with `parts` times the rows of a micro-batch; the parts are computed one
-        after another. Raises the errors of `forward_backward`.
+        inputs: as for `forward_backward`, with `parts` times the rows of a micro-batch. The `parts` equal slices of the
+        rows are computed one after another. Raises the errors of `forward_backward`.
         """
         kinds = self._kinds_for(inputs, parts=parts)
         sent, outputs = [], []

@@ -1,4 +1,4 @@
-"""Describes sharded tensors (DTensor) as boxes of global tensors.
+"""Describes sharded tensors (DTensor) as boxes (offset and shape) of global tensors.
 
 Does not import PyTorch's DTensor in programs that do not use it.
 """
@@ -54,7 +54,7 @@ def mark_sharded(model: torch.nn.Module, shard: ShardKind, *, mesh: DeviceMesh |
 
 
 def shard_mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
-    """Returns the mesh over which `parallelize` has sharded the model's parameters; None if it has not.
+    """Returns the mesh over which `parallelize` has sharded the model's parameters; None if they are not sharded.
 
     The mesh of a parameter may be another object with the same ranks, since PyTorch reuses the mesh of an earlier
     model.
@@ -72,13 +72,13 @@ def note_mesh(mesh: DeviceMesh) -> None:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Returns this rank's part of a DTensor, which shares its memory. Other tensors are returned unchanged."""
+    """Returns this rank's part of a DTensor, without a copy. Other tensors are returned unchanged."""
     part: torch.Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor
     return part
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Returns the device on which the model computes. Its parameters may be kept in host memory (`offload`)."""
+    """Returns the device on which the model computes. The parameters may be kept in host memory (`offload`)."""
     for parameter in model.parameters():
         if is_sharded_tensor(parameter) and parameter.device_mesh.device_type == "cuda":  # type: ignore[attr-defined]
             return torch.device("cuda", torch.cuda.current_device())
@@ -213,12 +213,12 @@ class ElementShard:
         return (first, *(0 for _ in self.shape[1:])), (stop - first, *self.shape[1:])
 
     def cut(self, box: torch.Tensor) -> torch.Tensor:
-        """Returns the elements, in the shape of `part`, from the content of `box_to_read`."""
+        """Returns this rank's elements, in the shape of `part`. `box`: the content of the region `box_to_read()`."""
         first = self._rows()[0] * self._row_elems() if self.shape and self.dims[0] == 0 else 0
         return self._cut(box, first=first)
 
     def cut_whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the elements, in the shape of `part`, from a tensor of the parameter's shape."""
+        """Returns this rank's elements, in the shape of `part`. `tensor` has the shape of the whole parameter."""
         return self._cut(tensor, first=0)
 
     def _cut(self, tensor: torch.Tensor, *, first: int) -> torch.Tensor:
@@ -235,7 +235,7 @@ class ElementShard:
 
 
 def hold_elements(parameter: torch.nn.Parameter, *, begin: int, end: int) -> ElementShard:
-    """Creates this rank's part of `parameter`, and stores it as an attribute of `parameter`.
+    """Creates this rank's `ElementShard` of `parameter`, and stores it as an attribute of `parameter`.
 
     The memory of the parameter must have no gaps.
     """
@@ -247,7 +247,7 @@ def hold_elements(parameter: torch.nn.Parameter, *, begin: int, end: int) -> Ele
 
 
 def element_shard(parameter: torch.Tensor) -> ElementShard | None:
-    """Returns the elements of `parameter` whose optimizer state this rank holds; None if it was not divided."""
+    """Returns the elements of `parameter` whose optimizer state this rank holds; None if the state is not divided."""
     return getattr(parameter, _HELD, None)
 
 

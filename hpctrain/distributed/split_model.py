@@ -59,8 +59,8 @@ def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager
 def keeps(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns True if the result of `operation(*args, **kwargs)` is kept, for an operation of `torch.ops.aten`.
 
-    Attention with dropout is recomputed. Keeping its result would skip its random numbers in the recomputation, so that
-    later dropouts would draw other numbers than in forward.
+    Attention with dropout is recomputed. If its result were kept, the recomputation would not draw the random numbers
+    of the attention, so that later dropouts would draw other numbers than in forward.
     """
     if operation not in _kept():
         return False
@@ -236,7 +236,8 @@ def checkpoint_activations(model: nn.Module, kind: Recomputation = "blocks") -> 
     (dropout). Does not communicate.
 
     Returns the number of blocks. Raises UsageError if the model has no repeated blocks or a block contains batch
-    normalisation, whose running statistics would be updated twice per step; with "selective" also for in-place modules.
+    normalisation, since the running statistics would be updated twice per step; with "selective" also for in-place
+    modules.
     """
     blocks = _check_blocks(model, kind)
     run = _kept_partly if kind == "selective" else _checkpointed

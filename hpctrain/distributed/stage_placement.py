@@ -45,8 +45,8 @@ def put_in_pipeline(
     """Splits `model` into pipeline stages as `plan` says, and leaves this rank its stages. Collective.
 
     The model is changed in place. Rank 0's parameters and buffers are copied to all ranks first. The ranks of a stage
-    then split the layers of the stage, if `plan.tensor` is above 1, and shard its parameters, if the plan says so.
-    Afterwards `pipeline_of(model)` returns the `Pipeline` that computes.
+    then split the layers of the stage, if `plan.tensor` is above 1, and shard the parameters of the stage, if the plan
+    says so. Afterwards `pipeline_of(model)` returns the `Pipeline` that computes.
 
     Args:
         layers: A function that returns the modules of the model, in the order in which forward calls them.

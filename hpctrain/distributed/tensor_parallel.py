@@ -99,7 +99,7 @@ class SequenceParts:
         return whole.redistribute(placements=(Shard(features.dim() - 2),)).to_local()
 
     def drop_as_whole(self, module: nn.Dropout) -> None:
-        """Makes a dropout module draw random numbers for the whole sequence, and use only those of this rank's part.
+        """Makes a dropout module draw random numbers for the whole sequence, but use only those for this rank's part.
 
         All ranks of the group draw the same numbers, so that their generators stay equal and the result equals that of
         one rank.
@@ -159,7 +159,7 @@ class TensorSplit:
 
     @property
     def is_first(self) -> bool:
-        """True on the one rank that counts and saves the data of which all ranks hold equal copies."""
+        """True on the one rank of a tensor group that counts and saves data of which all ranks hold equal copies."""
         return not any(self.mesh.get_coordinate() or ())
 
     def data_group(self) -> Any:
@@ -172,7 +172,7 @@ class TensorSplit:
 
 
 def split_of(model: nn.Module) -> TensorSplit | None:
-    """Returns how `parallelize` has split the model's layers; None if it has not."""
+    """Returns how `parallelize` has split the model's layers; None if they are not split."""
     found: TensorSplit | None = getattr(model, _SPLIT, None)
     return found
 
@@ -185,9 +185,9 @@ def mark_split(model: nn.Module, split: TensorSplit) -> None:
 def split_layers(model: nn.Module, plan: TensorPlan, *, mesh: DeviceMesh, sequence: bool = False) -> None:
     """Replaces the parameters that `plan` splits with DTensors over the axis `tensor` of `mesh`, in place.
 
-    Collective over each tensor group; the values of its first rank are taken. `plan` must have passed
-    `check_tensor_plan`. sequence: whether norms, dropout and other modules with the style `sequence` are computed on
-    parts of the sequence.
+    Collective over each tensor group; the parameter values of the first rank of the group are used. `plan` must have
+    passed `check_tensor_plan`. sequence: whether norms, dropout and other modules with the style `sequence` are
+    computed on parts of the sequence.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 

@@ -72,7 +72,7 @@ class CollectiveWork(dist._Work):  # type: ignore[misc,name-defined]
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which the operation ended; None if there was none, or while it runs."""
+        """The error with which the operation ended; None if the operation succeeded or still runs."""
         return self._task.exception() if self._task.done() else None
 
     def result(self) -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ class MessageWork(dist._Work):  # type: ignore[misc,name-defined]
         self._finishing = threading.Lock()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Waits until the message has arrived or, for a sent message, its buffer may be reused. Returns True.
+        """Waits until a received message has arrived, or the buffer of a sent message may be reused. Returns True.
 
         `timeout` is ignored.
         """
@@ -178,7 +178,7 @@ class MessageThread:
     """A thread that lets the messages of a group make progress while the program computes.
 
     MPI moves messages only while MPI functions run. Without the thread, a large message would wait until both ranks
-    call MPI, and a small one might keep its sender waiting for the receiver's next call of MPI. The thread keeps the
+    call MPI, and the sender of a small message might wait for the receiver's next call of MPI. The thread keeps the
     memory of each message until the message has arrived.
     """
 
@@ -257,7 +257,7 @@ class OperationThread:
     ) -> CollectiveWork:
         """Runs `operation` and returns its work. Raises UsageError after `close`.
 
-        behind: whether the caller continues at once. Otherwise the operation has ended when `run` returns.
+        behind: True: `run` returns at once. False: the operation has ended when `run` returns.
         """
         task: concurrent.futures.Future[None] = concurrent.futures.Future()
         if threading.get_ident() == self._thread:
@@ -280,7 +280,7 @@ class OperationThread:
         return CollectiveWork(task, outputs, thread=self)
 
     def advance_to(self, task: concurrent.futures.Future[None]) -> None:
-        """If a callback on this thread calls it, runs the pending operations up to the one of `task`.
+        """Called by a callback on this thread, runs the pending operations up to and including that of `task`.
 
         That operation would otherwise not start before the callback ends.
         """

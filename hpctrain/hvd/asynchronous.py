@@ -26,9 +26,11 @@ _SHAPES_SHOWN = 4
 
 
 def join(device: int = -1) -> int:
-    """Declares that this rank has no more data, and waits until all ranks have declared it. Collective over all ranks.
+    """Declares that this rank has no more data, and waits until all ranks have called `join`.
 
-    While it waits, this rank contributes zeros to the all-reduces of the other ranks. Averages are still divided by the
+    Collective over all ranks.
+
+    While this rank waits, it contributes zeros to the all-reduces of the other ranks. Averages are still divided by the
     number of all ranks. The other ranks may call only all-reduces of dense tensors (sum, average, Adasum) over all
     ranks, as DistributedOptimizer does.
 
@@ -148,7 +150,7 @@ def start_all_reduce(
 ) -> CollectiveWork:
     """Starts an all-reduce of dense tensors, in place. Tensors of the same dtype and device are sent as one buffer.
 
-    behind: whether the caller continues at once; otherwise the operation has ended when the function returns.
+    behind: True: the function returns at once. False: the operation has ended when the function returns.
     """
     _check_dense(tensors, titled("allreduce", name))
     alike: dict[tuple[str, torch.device], list[torch.Tensor]] = {}

@@ -1,7 +1,7 @@
 """Horovod's operations that wait for their result. All are collective over the process set.
 
-Gradients flow through the operations that are not in place. As in Horovod, they are the gradients of a loss that is the
-mean over the ranks, and backward is collective.
+Gradients flow through the operations that are not in place. As in Horovod, these are the gradients of a loss that is
+the mean over the ranks, and backward is collective.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Overwrites `tensor` with its all-reduce, and returns it. Not differentiable; arguments as in `allreduce`."""
+    """Replaces the values of `tensor` by their all-reduce. Returns `tensor`.
+
+    Not differentiable; arguments as in `allreduce`.
+    """
     result: torch.Tensor = synchronize(
         asynchronous.allreduce_async_(
             tensor, average, name, op, prescale_factor, postscale_factor, process_set

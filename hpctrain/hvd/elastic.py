@@ -1,4 +1,4 @@
-"""State for `hvd.elastic` scripts: it can be committed, restored and copied from rank 0 to all ranks.
+"""State for `hvd.elastic` scripts, which can be committed, restored and copied from rank 0 to all ranks.
 
 The set of ranks never changes, since the ranks of an MPI job are fixed. After an error that all ranks raise, `run`
 restores the committed state and calls the function again. A lost rank ends the job; `hpctrain supervise` restarts it.
@@ -203,7 +203,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     The function is called after `state.sync()`. After a HorovodInternalError that all ranks raised, the committed state
     is restored and the function is called again. The error is raised to the caller if nothing was committed since the
-    last such error, or if not all ranks raised it, since ranks may then be lost.
+    last such error. It is also raised if only some ranks raised the error, since the other ranks may be lost.
 
     Args:
         func: A function whose first argument is the state.

@@ -18,7 +18,7 @@ class HorovodInternalError(CommunicationError, RuntimeError):
 class HorovodValueError(UsageError, ValueError, RuntimeError):
     """An argument is invalid, or `hvd.init` was not called.
 
-    It is a ValueError and a RuntimeError, since Horovod raises either for such mistakes.
+    The class is a ValueError and a RuntimeError, since Horovod raises either for such mistakes.
     """
 
 

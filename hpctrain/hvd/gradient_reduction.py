@@ -86,7 +86,7 @@ class GradientReduction:
     """Reduces the gradients of the parameters `named`. Create a new object when parameters are added.
 
     If several objects have a parameter in common, only the newest starts reductions in backward. `group` is a function
-    that returns the group to reduce over. It is called for each bucket, since `elastic.run` replaces the groups.
+    that returns the group to reduce over. `group` is called for each bucket, since `elastic.run` replaces the groups.
     """
 
     def __init__(self, named: Sequence[Named], *, group: Callable[[], Group], settings: Settings) -> None:

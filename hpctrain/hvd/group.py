@@ -1,7 +1,7 @@
 """Runs the operations of one process set in order, and checks before each that all ranks call the same operation.
 
-The check is one all-reduce of 32 bytes. It also finds ranks that have called `join`. These ranks contribute zeros to
-the reductions of the other ranks until all ranks have joined.
+The check is one all-reduce of 32 bytes. The check also finds ranks that have called `join`. These ranks contribute
+zeros to the reductions of the other ranks until all ranks have joined.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Group:
         return self.comm.num_ranks
 
     def place_of(self, rank: int) -> int:
-        """Returns the index of world rank `rank` in the group. Raises ValueError if it is not a member."""
+        """Returns the index of world rank `rank` in the group. Raises ValueError if the rank is not a member."""
         return self.comm.members.index(rank)
 
     def run(
@@ -82,13 +82,13 @@ class Group:
         """Runs `operation` after the operations that were started before it.
 
         If the previous operation failed on all ranks, as when ranks called different operations, and the caller has not
-        waited for it, this operation fails at once with the same error. Otherwise it could wait forever: a rank that
-        got the error from a blocking call may never reach this operation.
+        waited for it, this operation fails at once with the same error. Otherwise this operation could wait forever: a
+        rank that got the error from a blocking call may never start it.
 
         Args:
             what: A text with the operation, its name and its shapes. The text must be the same on every rank.
             operation: A function that communicates over `comm`.
-            behind: Whether the caller continues at once. Otherwise the operation has ended when `run` returns.
+            behind: True: `run` returns at once. False: the operation has ended when `run` returns.
             zeros: A description of what ranks that have joined contribute, from `reduction_of_zeros`. None: the
                 operation fails if a rank has joined.
             named: A text with the operation and the name that the script gave it; None if the script gave no name.
@@ -244,7 +244,7 @@ class Group:
 def join_all(groups: Sequence[Group]) -> int:
     """Joins in several groups of the same ranks at once. Returns the world rank that joined last. Collective.
 
-    The rank that had started the most operations counts as the last; of several such ranks, the highest one.
+    The rank that had started the most operations counts as the last; of several such ranks, the highest rank.
     """
     first = groups[0]
     for group in groups:
@@ -294,7 +294,7 @@ def synchronize(handle: Handle) -> Any:
 
 
 def titled(operation: str, name: str | None) -> str:
-    """Returns the operation with its name, if it has one, for messages and for the comparison between ranks.
+    """Returns the operation and its name, if any, as text for messages and for the comparison between ranks.
 
     Operations without a name get no numbered default name: a rank that has joined would number them differently.
     """

@@ -102,7 +102,7 @@ def adasum(comm: Collective, flat: torch.Tensor, *, sizes: Sequence[int]) -> Non
 
     Two tensors a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if they are orthogonal, their mean
     if they are equal. Ranks 0 and 1, 2 and 3, ... are combined first, then neighbouring results. If a round has an odd
-    number of results, the last one waits for the next round, so that any number of ranks works.
+    number of results, the last result waits for the next round, so that any number of ranks works.
 
     Each rank combines one slice of the tensors of all ranks; in each round, a small sum adds up the dot products of the
     slices. Half types are computed in float32, dot products in float64. As many bytes are sent as for a sum. Raises

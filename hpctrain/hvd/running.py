@@ -48,7 +48,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Returns the index of this rank in the set; -1 if it is not a member, None if the set is not registered."""
+        """Returns this rank's index in the set; -1 for a rank outside the set, None if the set is not registered."""
         if self.process_set_id is None:
             return None
         return self.ranks.index(rank()) if self.included() else -1
@@ -138,7 +138,7 @@ def init(
 def shutdown() -> None:
     """Waits for the operations that were started, and ends communication.
 
-    Collective. Without `init` it does nothing.
+    Collective. Does nothing without `init`.
     """
     if _state.session is not None:
         _close_groups()  # takes part in what other ranks still reduce

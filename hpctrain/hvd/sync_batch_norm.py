@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks, under Horovod's name for it."""
+"""Batch normalisation over all ranks, under the name that Horovod uses."""
 
 from __future__ import annotations
 

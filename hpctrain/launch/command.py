@@ -129,7 +129,7 @@ def plan_launch(
     environ: environment variables of this process.
     machine: cores and launchers of this machine.
     hosts: machines to start the ranks on.
-    hostfile: file from which `hosts` were read. If it is given, mpirun gets this file instead of a list of hosts.
+    hostfile: file from which `hosts` were read. If given, mpirun gets this file instead of a list of hosts.
     nodes: nodes of the Slurm allocation to use, by name; if empty, Slurm chooses as many as are needed.
     fork_server: if given, and the command is a Python program, the ranks are forked from one process per node. A note
     tells the user whether the ranks are forked and, if they are not, why.

@@ -1,4 +1,4 @@
-"""The cores that a rank may use, and the rank's share of these cores if other ranks may use them too.
+"""The cores that a rank may use, and the rank's share of the cores that other ranks may use too.
 
 A core has one or more hardware threads, which the kernel calls CPUs. A rank's affinity may be all CPUs of its machine,
 the CPUs that the launcher has bound to this rank alone, or anything between.
@@ -49,7 +49,7 @@ class RankCores:
 def core_share(ranks: Sequence[RankCores], rank: int) -> Fraction:
     """Returns the number of cores for `rank` if each core is shared evenly by the ranks that may use it.
 
-    If the control group of `rank` has a CPU limit, the number is at most its even share of that limit.
+    If the control group of `rank` has a CPU limit, the number is at most the even share of one rank in that limit.
 
     ranks: cores of each rank of the run.
     """

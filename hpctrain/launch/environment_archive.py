@@ -80,7 +80,7 @@ def pack_environment(
 
     with_python: True to also pack the interpreter and its standard library, which a virtual environment only refers
     to. None to pack them only if they are on a shared filesystem. If they are packed, packages that are installed for
-    the interpreter itself are packed too if the environment uses these.
+    the interpreter itself are packed too, provided that the environment uses these packages.
     progress: function that is called now and then with the number of files that were packed so far.
 
     Raises LaunchError if the environment cannot be read or the archive cannot be written.

@@ -82,11 +82,11 @@ _LOST_ITS_PEER, _WAS_ENDED, _STOPPED_EARLY, _CAUSE = range(1, 5)
 
 @final
 class FirstFailure:
-    """Follows the output of a launcher and its ranks, and keeps the failure that caused the others.
+    """Follows the output of a launcher and its ranks, and keeps the failure that caused all other failures.
 
     The failures have this order of precedence: a rank that failed by itself; a rank that stopped early (75); a rank
-    that ended after srun had started to end the step; a rank that Open MPI 5 ended because it had lost a peer, which is
-    reported as 137. Of several failures with the same precedence the first is kept.
+    that ended after srun had started to end the step; a rank that Open MPI 5 ended, with the reported code 137, because
+    the rank had lost a peer. Of several failures with the same precedence the first is kept.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class FirstFailure:
 
     @property
     def is_cause(self) -> bool:
-        """True if the rank has failed by itself: it neither stopped early, nor ended because of another rank."""
+        """True if the rank has failed by itself: the rank neither stopped early, nor ended because of another rank."""
         return self._weight == _CAUSE
 
     def saw(self, line: bytes, failure: RankFailure | None) -> None:
@@ -123,7 +123,7 @@ class FirstFailure:
 
 
 def signal_name(number: int) -> str:
-    """Returns number and name of a signal, such as `signal 15 (SIGTERM)`. For SIGKILL, it adds the usual senders."""
+    """Returns number and name of a signal, such as `signal 15 (SIGTERM)`. For SIGKILL, the usual senders are added."""
     try:
         name = signal.Signals(number).name
     except ValueError:

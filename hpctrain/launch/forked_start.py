@@ -27,8 +27,8 @@ _OWN_CONTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 def hand_over() -> None:
     """Replaces this process by the client of a fork server, if three or more ranks of this node have been started.
 
-    It returns only if the rank must start by itself. Under `hpctrain launch`, which has already decided how ranks
-    start, it returns at once. Call it before anything slow is imported, since each rank pays for such imports.
+    Returns only if the rank must start by itself. Under `hpctrain launch`, which has already decided how ranks start,
+    this function returns at once. Call it before anything slow is imported, since each rank pays for such imports.
     """
     environ = os.environ
     if environ.get(KEY_VARIABLE) or STOP_VARIABLE in environ or was_forked(environ):

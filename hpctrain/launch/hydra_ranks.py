@@ -85,9 +85,9 @@ class HydraRanks:
     def find_failure(self, line: bytes) -> RankFailure | None:
         """Returns the rank that failed first, once the launcher's output reports a failure; otherwise None.
 
-        Before Linux 6.15 only a rank that was ended by a signal is found, and the result's `signal` may be None. That
-        is so if MPICH's message does not tell the signal, because the message combines the statuses of all ranks,
-        including those that MPICH has killed, or is about another process.
+        Before Linux 6.15 only a rank that was ended by a signal is found, and the result's `signal` may be None.
+        `signal` is None if MPICH's message does not tell the signal, because the message combines the statuses of all
+        ranks, including ranks that MPICH has killed, or is about another process.
 
         line: the next line of the launcher's output.
         """

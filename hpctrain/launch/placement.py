@@ -61,7 +61,7 @@ def place_ranks(
 ) -> Placement:
     """Places ranks on the nodes of `hosts` or of the scheduler's allocation.
 
-    On one machine it emulates nodes if `ranks_per_node` is less than `num_ranks`. Adds messages for the user to
+    On one machine, nodes are emulated if `ranks_per_node` is less than `num_ranks`. Adds messages for the user to
     `notes`. Raises LaunchError if there are too few nodes.
     """
     num_nodes: int | None = 1
@@ -165,7 +165,7 @@ class Srun:
     """An installed srun.
 
     mpi_types: types that `srun --mpi=list` prints, such as pmix and pmi2; empty if that command fails.
-    failure: why `srun --mpi=list` fails; "" if it succeeds.
+    failure: why `srun --mpi=list` fails; "" if the command succeeds.
     """
 
     path: str
@@ -177,7 +177,7 @@ class Srun:
 class LocalMachine:
     """The cores of this machine, and the launchers that are installed on it.
 
-    num_cores: number of cores that this process may use, and that the ranks it starts will share.
+    num_cores: number of cores that this process may use. The ranks that this process starts share these cores.
     num_cpus: number of hardware threads of these cores. Neither number exceeds the CPU limit of the control group.
     yield_library: path of the library that ranks preload if there are more ranks than `num_cpus`; None if it was not
     compiled.
@@ -236,7 +236,7 @@ def read_mpirun_version(text: str, *, path: str) -> Mpirun:
 def read_srun(exit_code: int | None, text: str, *, path: str) -> Srun:
     """Reads the output of `srun --mpi=list`.
 
-    exit_code: exit code of that command; None if it did not end, or could not be run.
+    exit_code: exit code of that command; None if the command did not end, or could not be run.
     """
     types = read_mpi_types(text) if exit_code == 0 else ()
     said = " ".join(text.split())[:200]

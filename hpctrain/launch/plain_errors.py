@@ -17,10 +17,11 @@ OTHERS_PRINT_AFTER_S = 5.0
 
 
 def print_and_exit(error: HpctrainError) -> NoReturn:
-    """Prints `error` once for the whole job, and exits with its code.
+    """Prints `error` once for the whole job, and exits with the exit code of the error.
 
     Rank 0 prints at once, and when it exits the launcher ends the other ranks. A rank that still runs after
-    OTHERS_PRINT_AFTER_S seconds prints its error itself, because rank 0 has raised none, unless the error is agreed.
+    OTHERS_PRINT_AFTER_S seconds prints its own error, because rank 0 has raised no error; an agreed error is printed by
+    rank 0 only.
     """
     rank = 0
     with contextlib.suppress(LaunchError):

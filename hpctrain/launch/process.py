@@ -62,7 +62,7 @@ class LaunchOutcome:
     exit_code: exit code of the launch; 128 + n if signal n ended the launcher, 130 after a second Ctrl-C.
     stop_asked: True if a signal asked the launch to stop.
     signals: names of the signals of `STOP_SIGNALS` that this process received, in order.
-    failure: the failure that caused the others, see `FirstFailure`; None if none was reported.
+    failure: the failure that caused all other failures, see `FirstFailure`; None if no failure was reported.
     """
 
     exit_code: int
@@ -75,7 +75,7 @@ class LaunchOutcome:
 class EndRequest:
     """A request to end the ranks now, without saving.
 
-    The launcher gets SIGTERM and then kills the ranks; its remaining processes get SIGKILL after `kill_after_s`.
+    The launcher gets SIGTERM and then kills the ranks; processes that remain get SIGKILL after `kill_after_s` seconds.
     """
 
     reason: str
@@ -126,8 +126,9 @@ def run_launch(
 ) -> LaunchOutcome:
     """Runs the launch and waits for its end.
 
-    It replaces this process's handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 while it runs, so it must be
-    called from the main thread. The launcher runs in a session of its own, so that Ctrl-C reaches only this process.
+    While this function runs, it replaces this process's handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2. It
+    must therefore be called from the main thread. The launcher runs in a session of its own, so that Ctrl-C reaches
+    only this process.
 
     environ: environment variables for the launcher, before the plan's changes.
     messages: stream for the command line and messages about the end; None means stderr.
@@ -250,8 +251,8 @@ def _exit_code_of_hydra(exit_code: int, watch: _Watch, hydra: HydraRanks, *, out
 def resolve_command(program: str) -> str:
     """Returns the path of a program for the ranks, or the program's name if it is on the PATH.
 
-    For `hpctrain`, it returns the path of that program in the folder of this Python, even if the Python environment is
-    not activated. Raises LaunchError if there is no such program.
+    For `hpctrain`, the result is the path of that program in the folder of this Python, even if the Python environment
+    is not activated. Raises LaunchError if there is no such program.
     """
     installed = Path(sys.executable).parent / program
     if program == "hpctrain" and os.access(installed, os.X_OK):

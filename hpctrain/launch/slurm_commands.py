@@ -75,7 +75,7 @@ def answer_may_be_lost(text: str) -> bool:
 
 
 def what_to_change(text: str) -> str | None:
-    """Returns what the user can change after sbatch has refused a job; None if the text is unknown."""
+    """Returns advice on what to change after sbatch has refused a job; None if Slurm's text is unknown."""
     return next((change for pattern, change in _CHANGES if re.search(pattern, text)), None)
 
 
@@ -148,11 +148,11 @@ class SlurmController:
     ) -> str:
         """Runs a command until it succeeds, and returns what it printed to `stream`.
 
-        done_before: function that is called before a command is repeated whose answer may have been lost. If the
-        function returns a text, this text is the answer, and the command is not repeated.
+        done_before: function that is called before the command is repeated, if Slurm's answer to it may have been lost.
+        If the function returns a text, this text is the answer, and the command is not repeated.
 
-        Raises SlurmRefused if Slurm answers with an error, SlurmUnavailable if it does not answer, and LaunchError if
-        the command is not installed.
+        Raises SlurmRefused if Slurm answers with an error, SlurmUnavailable if Slurm does not answer, and LaunchError
+        if the command is not installed.
         """
         program = shutil.which(words[0], path=self.environ.get("PATH"))
         if program is None:

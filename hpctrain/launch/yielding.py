@@ -1,4 +1,4 @@
-"""The library that ranks preload if there are more ranks than cores. It replaces `sched_yield` by a short sleep.
+"""The library, preloaded by ranks if there are more ranks than cores, that replaces `sched_yield` by a short sleep.
 
 `hpctrain launch` preloads the library for the ranks. A rank of `hpctrain` that plain mpirun or srun has started
 restarts its command line with the library (`restart_with_sleep`). The reasons are in docs/adr/0024-yield-by-sleep.md.
@@ -120,7 +120,8 @@ def restart_with_sleep() -> None:
     """Restarts this process's command line with the library if there are more ranks than cores; otherwise returns.
 
     Call it before MPI starts. The new program keeps the process id, the launcher's variables and open files, so the
-    launcher sees no difference. It returns at once under `hpctrain launch`, which has preloaded the library.
+    launcher sees no difference. Under `hpctrain launch`, which has preloaded the library, this function returns at
+    once.
     """
     environ = os.environ
     added = restart_environment(environ, num_cpus=_launcher_cpus(environ), library=find_yield_library())

@@ -123,7 +123,7 @@ class _OnRanks(strategies.ParallelStrategy):
 class DDPStrategy(_OnRanks, strategies.DDPStrategy):
     """Lightning's DDPStrategy on the ranks of a session.
 
-    Creating it calls `hpctrain.init_process_group` and is collective.
+    The constructor calls `hpctrain.init_process_group` and is collective.
 
     Use it as `Trainer(accelerator="cpu", strategy=DDPStrategy())`. `devices` and `num_nodes` follow from the launcher.
 
@@ -145,7 +145,7 @@ class DDPStrategy(_OnRanks, strategies.DDPStrategy):
 class ModelParallelStrategy(_OnRanks, strategies.ModelParallelStrategy):
     """Lightning's ModelParallelStrategy on the ranks of a session. Creating it is collective, as for `DDPStrategy`.
 
-    It is for FSDP2 and tensor parallelism, which `configure_model` of the LightningModule applies over
+    Use this class for FSDP2 and tensor parallelism, which `configure_model` of the LightningModule applies over
     `self.device_mesh`.
 
     Args:

@@ -38,7 +38,7 @@ TWO_LEVELS = (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING, Algorithm.HIE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a run can do: this decides which algorithms are available.
+    """What the ranks of a run can use. This decides which algorithms are available.
 
     backend: name of the backend that carries out the reductions (`World.reduction_backend`).
     messages: True if point-to-point messages over MPI are available (`World.transport`).
@@ -56,14 +56,14 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmChoice:
-    """The algorithm that runs, and a note for the user if it is not the requested one."""
+    """The algorithm that runs, and a note for the user if another algorithm was requested."""
 
     algorithm: Algorithm
     note: str | None = None
 
 
 def parse_algorithm(name: str) -> Algorithm:
-    """Returns the algorithm of this name. Raises UsageError, with the valid names, if there is none."""
+    """Returns the algorithm of this name. Raises UsageError, with the valid names, for an unknown name."""
     try:
         return Algorithm(name)
     except ValueError:
@@ -75,7 +75,7 @@ def parse_algorithm(name: str) -> Algorithm:
 def choose_algorithm(
     asked: Algorithm, *, wire: str, capabilities: Capabilities, sums_itself: bool = False
 ) -> AlgorithmChoice:
-    """Returns the algorithm that runs if `asked` is requested: itself, or the fallback with the reason.
+    """Returns the algorithm that runs if `asked` is requested: `asked`, or its fallback with the reason.
 
     sums_itself: True if the reducer computes the sums in hpctrain. Algorithms that use the backend's own sums are then
     never the fallback.
@@ -141,8 +141,8 @@ def candidates(*, wire: str, capabilities: Capabilities) -> list[Algorithm]:
     """Returns the algorithms that are available without fallback, for `auto` to choose from; never empty.
 
     On a GPU, only algorithms whose data stay on the GPU are returned: `flat` and Horovod's NCCL algorithms. On CPUs,
-    Horovod's algorithms are not returned if hpctrain's own algorithms are available, because a trial of a reduction
-    does not show the CPU time that Horovod's thread takes from training.
+    Horovod's algorithms are not returned if hpctrain's own algorithms are available, because a trial, which times a
+    reduction alone, does not show the CPU time that Horovod's thread takes from training.
     """
     if capabilities.topology.num_ranks == 1:
         return [Algorithm.FLAT]

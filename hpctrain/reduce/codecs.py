@@ -145,7 +145,7 @@ def _pieces(values: torch.Tensor, data: torch.Tensor) -> Iterator[_Piece]:
 
 
 def codec_named(name: str) -> Codec:
-    """Returns the codec with this name in the recipe. Raises UsageError if there is none."""
+    """Returns the codec with this name in the recipe. Raises UsageError for an unknown name."""
     if not encodes_every_value(name):
         names = (known for known in wire_names() if encodes_every_value(known))
         raise UsageError(f"there is no codec {name!r}: give one of {', '.join(names)}")
@@ -250,6 +250,8 @@ LOST = "lost"
 def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
     """Returns each parameter's offset in gradient space, and the length of that space, in elements. Pure.
 
+    Gradient space is the concatenation of all flattened parameters in the optimizer's order.
+
     buckets: the buckets of a plan, which together contain every trainable parameter.
     """
     numels = {slot.parameter: slot.numel for bucket in buckets for slot in bucket.slots}
@@ -264,9 +266,10 @@ def gradient_space(buckets: Sequence[Bucket]) -> tuple[dict[int, int], int]:
 class Residuals:
     """This rank's residuals, one row of a global tensor of shape (num_ranks, elements).
 
-    The object keeps two rows: the residuals at the start of a step, and the new ones, which take effect only if the
-    step is applied. Residuals have the unit of the buckets, gradients times loss scale. Their dtype is float32, or
-    float64 if any bucket is float64.
+    A residual is a rounding error that is added to the gradients of the next step. The object keeps two rows: the
+    residuals at the start of a step, and the new residuals, which take effect only if the step is applied. Residuals
+    have the unit of the buckets, gradients times loss scale. Their dtype is float32, or float64 if any bucket is
+    float64.
     """
 
     def __init__(self, *, rank: int, num_ranks: int) -> None:
@@ -297,9 +300,10 @@ class Residuals:
         return self._left[begin : begin + slot.numel]
 
     def end_step(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step. If it was `applied`, the new residuals replace the old ones.
+        """Ends the step. If the step was `applied`, the new residuals replace the old residuals.
 
-        rescale: the loss scale of the next step divided by that of this step; residuals are multiplied by it.
+        rescale: the loss scale of the next step divided by that of this step; residuals are multiplied by this
+        quotient.
         """
         if applied:
             self._row, self._left = self._left, self._row
@@ -332,7 +336,7 @@ class Residuals:
         return {name: [range(*part_of(num_rows, part=self._rank, num_parts=self._num_ranks))]}
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """Restores this rank's residuals. Without saved residuals, all of them are 0.
+        """Restores this rank's residuals. Without saved residuals, all residuals are 0.
 
         If the checkpoint was saved by another number of ranks, the saved rows are divided over the ranks, and each rank
         adds up its rows: so each saved residual is sent exactly once.
@@ -380,8 +384,8 @@ class NoFeedback:
 class CodecFeedback:
     """The encoding errors of one carrier's part of a chunk, which are added to the values of the next step.
 
-    A carrier is a rank that exchanges a part of a chunk with the other nodes (see `shared_buckets.py`). It keeps the
-    errors of the slices that it sends to their owners, and of the sum of the slice that it owns.
+    A carrier is a rank that exchanges a part of a chunk with the other nodes (see `shared_buckets.py`). A carrier keeps
+    the errors of the slices that it sends to the owners of the slices, and of the sum of the slice that it owns.
 
     The new errors of a step take effect when `end_step` reports that the step was applied. A step that was skipped
     (gradients not finite) changes nothing.
@@ -422,7 +426,7 @@ class CodecFeedback:
         self.encode(values, first=self.own.start, out=out)
 
     def add_to(self, values: torch.Tensor, *, first: int) -> None:
-        """Adds the earlier errors of `values` to `values`, which are not encoded. So their new errors are 0.
+        """Adds the earlier errors of `values` to `values`. These are not encoded, so their new errors are 0.
 
         first: offset of the values in the part.
         """
@@ -431,9 +435,10 @@ class CodecFeedback:
         self._new[place].zero_()
 
     def end_step(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step. If it was `applied`, the new errors replace the old ones.
+        """Ends the step. If the step was `applied`, the new errors replace the old errors.
 
-        rescale: the loss scale of the next step divided by that of this step; the errors are multiplied by it.
+        rescale: the loss scale of the next step divided by that of this step; the errors are multiplied by this
+        quotient.
         """
         if applied:
             self.lost, self._new = self._new, self.lost

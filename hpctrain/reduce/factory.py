@@ -57,7 +57,7 @@ from hpctrain.topology import Topology
 
 @final
 class LocalReducer(StepEnd):
-    """`BucketReducer` for one rank: it does nothing, and no value is rounded.
+    """`BucketReducer` for one rank, which does nothing, so that no value is rounded.
 
     wire: the requested wire format, from which the updater derives the same defaults as with several ranks.
     """
@@ -110,7 +110,7 @@ class ReducerMaker:
 
     device: type of the device that holds the gradients, such as `cuda`.
     gradient_bytes: size of one rank's buckets, to check that a node's shared memory can hold the buckets of its ranks.
-    nccl: Horovod's algorithm that is switched on in this process; None if there is none.
+    nccl: Horovod's NCCL algorithm that is switched on in this process; None if no such algorithm is switched on.
     note: function that is called with a text for the user, for example if another algorithm than the requested one is
     used. The same text is passed only once.
     """
@@ -147,7 +147,7 @@ class ReducerMaker:
         return [algorithm.value for algorithm in candidates(wire=wire, capabilities=self.capabilities)]
 
     def make(self, algorithm: Algorithm, *, wire: str) -> BucketReducer:
-        """Makes a reducer with a separate message space, which its `close` frees. Collective.
+        """Makes a reducer with a separate message space. `close` of the reducer frees the message space. Collective.
 
         If `algorithm` is not available, makes the reducer of the fallback and reports it through `note`. Raises
         UsageError for an unknown wire format.
@@ -292,7 +292,7 @@ class ReductionRequest:
 
     algorithm: name of an algorithm, or `auto`.
     wire: name of a wire format, or `auto`.
-    bucket_bytes: maximum size of a bucket's gradients, in bytes; None: it is chosen.
+    bucket_bytes: maximum size of a bucket's gradients, in bytes; None: hpctrain chooses the size.
     files: files in which measurements are kept between runs.
     """
 
@@ -312,8 +312,8 @@ class ReductionRequest:
 class Reduction:
     """A reducer, and how it was chosen.
 
-    If measurements have chosen the reducer, the updater may replace it by the choice of a loaded checkpoint: see
-    `MeasuredChoice`.
+    If measurements have chosen the reducer, the updater may replace this reducer by the choice of a loaded checkpoint:
+    see `MeasuredChoice`.
 
     Attributes:
         reducer: The reducer; a `ZeroReducer` for a sharded optimizer.
@@ -357,8 +357,8 @@ class Reduction:
     ) -> AllReduceUpdater | ZeroUpdater | SparseUpdater:
         """Returns an updater that uses this reducer. Collective.
 
-        For an optimizer that takes only sparse gradients, it returns an updater that gathers gradients and does not use
-        the reducer.
+        For an optimizer that takes only sparse gradients, the result is an updater that gathers gradients and does not
+        use the reducer.
 
         comm: the communicator of all ranks.
         model: the model whose parameters the optimizer steps.
@@ -435,18 +435,18 @@ def make_reduction(
     nccl: Algorithm | None = None,
     note: Callable[[str], None],
 ) -> Reduction:
-    """Creates the reducer that `plan` requests or, if it is not available, its fallback. Collective.
+    """Creates the reducer that `plan` requests or, if it is not available, the fallback of that reducer. Collective.
 
     With `auto`, measures for at most two seconds, unless a file has the result.
 
     Args:
         gradient_bytes: The size of one rank's gradients, in bytes.
-        shard: What is sharded. Unless it is "none", the reducer is one for a `ZeroUpdater`.
+        shard: What is sharded. Unless `shard` is "none", the reducer is one for a `ZeroUpdater`.
         overlap: True if reductions run during backward.
         spare_core: True if each rank has a core that its threads leave free.
         oversubscribed: True if there are more ranks than cores. If also `overlap` is True, `auto` measures reductions
             during computation.
-        nccl: The NCCL algorithm that Horovod uses; None if there is none.
+        nccl: The NCCL algorithm that Horovod uses; None if Horovod uses none.
         note: Function that is called with a text for the user, for example about a fallback.
     """
     maker = ReducerMaker(
@@ -519,7 +519,7 @@ def gradient_bytes(model: torch.nn.Module) -> int:
 def check_for_layouts(
     optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], *, model: torch.nn.Module
 ) -> None:
-    """Raises UsageError if the optimizer cannot step a model that is split in these ways. Not collective."""
+    """Raises UsageError if the optimizer cannot step a model that is split as `layouts` says. Not collective."""
     for layout in layouts or ("none",):
         check_optimizer(optimizer, layout=layout, model=model)
 

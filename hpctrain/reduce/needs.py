@@ -65,9 +65,10 @@ class ReductionNeeds:
 def reduction_needs(
     buckets: Sequence[Bucket], *, algorithm: Algorithm, wire: str, capabilities: Capabilities
 ) -> ReductionNeeds:
-    """Returns what `algorithm`, or the algorithm that is its fallback, needs for `buckets`.
+    """Returns what `algorithm`, or its fallback if `algorithm` is not available, needs for `buckets`.
 
-    wire: a wire format other than `auto`. If it sends everything in the first steps, the result is for the later steps.
+    wire: a wire format other than `auto`. If the format sends everything in the first steps, the result is for the
+    later steps.
     """
     runs = choose_algorithm(algorithm, wire=wire, capabilities=capabilities).algorithm
     held = sum(_bytes_of(bucket) for bucket in buckets)
@@ -152,7 +153,7 @@ def scatter_needs(
     bucket_bytes: int,
     capabilities: Capabilities,
 ) -> ReductionNeeds:
-    """Returns what a `ZeroUpdater` needs for `buckets`, without the memory for its share of the sums.
+    """Returns what a `ZeroUpdater` needs for `buckets`, without the memory for this rank's share of the sums.
 
     In the result, `buckets` is the memory in which gradients wait for their reduction.
 

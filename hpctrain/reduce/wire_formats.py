@@ -44,21 +44,22 @@ class WireFormat:
         reducer: `module:name` of a class such as `TopKReducer`: a `BucketReducer` that is made from a communicator,
             with `topology` and `start_step`, and has the function `needs(buckets, num_ranks=...)`. None: `codec` is
             given instead.
-        bytes_per_element: Encoded bytes per float32 value, with its share of the scales. None: they depend on the
-            gradients.
+        bytes_per_element: Encoded bytes per float32 value, including a value's share of the scales. None: the size
+            depends on the gradients.
         roundings: Place in the order of exactness: 0 if values arrive unchanged, larger for a format that rounds more.
         needs_feedback: True if the part of the gradients that is not sent in a step is added to the gradients of the
             next step (error feedback).
         loss_scale: First value of the dynamic loss scale that the format needs because of its range. None: the format
             needs no loss scale.
         library_dtype: torch's name of the dtype in which a backend's own operation can send the values; `own`: the
-            dtype of the bucket. None: no backend's own operation can send them.
+            dtype of the bucket. None: no backend's own operation can send the values.
         summed: True if algorithms that use the backends' own operations are available for the format. False: their
             fallbacks run, which exchange bytes and sum in hpctrain.
         tried_by_auto: True if `wire = "auto"` measures the format. Only for formats of hpctrain's table.
-        smaller: Name of the format with the next fewer bytes, which a report recommends; None if there is none.
-        price: The loss of precision with this format, in words, which a prediction states where it recommends the
-            format. Empty: predictions never recommend the format. Only for formats of hpctrain's table.
+        smaller: Name of the format with the next fewer bytes, which a report recommends; None if no format has fewer
+            bytes.
+        price: The loss of precision with this format, in words. A prediction that recommends the format states this
+            text. Empty: predictions never recommend the format. Only for formats of hpctrain's table.
     """
 
     name: str
@@ -146,7 +147,7 @@ def _imported(point: EntryPoint) -> WireFormat:
 
 
 def find_wire(name: str | None) -> WireFormat | None:
-    """Returns the wire format of this name; None if there is none.
+    """Returns the wire format of this name; None for an unknown name.
 
     Raises UsageError if the entry point of this name cannot be imported.
     """
@@ -156,7 +157,7 @@ def find_wire(name: str | None) -> WireFormat | None:
 
 
 def wire_format(name: str) -> WireFormat:
-    """Returns the wire format of this name. Raises UsageError, with the valid names, if there is none."""
+    """Returns the wire format of this name. Raises UsageError, with the valid names, for an unknown name."""
     found = find_wire(name)
     if found is None:
         raise UsageError(f"wire format {name!r}: choose one of {', '.join(wire_names())}")

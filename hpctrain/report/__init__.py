@@ -1,6 +1,6 @@
 """Reports on one or several runs: measurements and conclusions, as a page, Markdown, or files for papers.
 
-A report is created from run directories, on any machine. It neither communicates nor trains.
+A report is created from run directories, on any machine. The package neither communicates nor trains.
 """
 
 import lazy_loader

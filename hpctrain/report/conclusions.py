@@ -1,4 +1,4 @@
-"""Conclusions from the measurements of a run, as sentences that each name a number and its source. Pure functions.
+"""Conclusions from the measurements of a run: sentences, each with a number and the source of the number. Pure.
 
 Why one run is slower per rank than a reference run follows from an identity. The ratio of their samples/s per rank is a
 product of five factors: computation scaling, and the ratios of load balance, serialisation, transfer and share of
@@ -52,7 +52,10 @@ def stage_seconds(run: RunData) -> list[float]:
 
 
 def by_axis(run: RunData) -> Table | None:
-    """Returns the times of each pipeline stage and of each index in a tensor group; None for runs without either."""
+    """Returns the times of each pipeline stage and of each index in a tensor group.
+
+    Returns None if the run has neither a pipeline nor tensor groups, or if the times are unknown.
+    """
     if run.times is None:
         return None
     rows = [
@@ -93,7 +96,7 @@ class Level:
         sent_bytes: The bytes that each member must send per step; None if the size of the wire format depends on the
             gradients, or if the run has not recorded its buckets.
         bytes_per_s: The rate at which a member can send; None if unknown.
-        source: Where that rate was measured.
+        source: Where `bytes_per_s` was measured.
     """
 
     members: int
@@ -131,7 +134,7 @@ class ReductionLimit:
 
     @property
     def least_s(self) -> float | None:
-        """The lower bound in seconds: the time of the slower level, of those whose time is known; None if none is."""
+        """The lower bound in seconds: the longest known time of a level; None if no time is known."""
         found = [
             level.least_s
             for level in (self.nodes, self.ranks)
@@ -145,7 +148,7 @@ class ReductionLimit:
 
     @property
     def times_least(self) -> float | None:
-        """The measured time divided by the lower bound. It can be below 1, since caches are faster than memory."""
+        """The measured time divided by the lower bound. Can be below 1, since caches are faster than memory."""
         return self.measured_s / self.least_s if self.measured_s is not None and self.least_s else None
 
 
@@ -293,7 +296,7 @@ _FAR_FROM_LIMIT = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """A conclusion. `source` is the measurement that supports it. Conclusions with a larger `weight` come first."""
+    """A conclusion. `source` is the measurement that supports the conclusion. A larger `weight` comes first."""
 
     text: str
     source: str

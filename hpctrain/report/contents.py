@@ -70,7 +70,7 @@ def sweep_title(sweep: ScalingDocument) -> str:
 
 
 def conclude_sweep(sweep: ScalingDocument) -> list[Conclusion]:
-    """Returns the conclusions from a sweep: the efficiency on most ranks, the fitted law, and what limits their use."""
+    """Returns the conclusions from a sweep: the efficiency on the most ranks, the fitted law, and doubts about both."""
     found = []
     largest = sweep.sizes[-1] if sweep.sizes else None
     value = None if largest is None else largest.efficiency.get("value")

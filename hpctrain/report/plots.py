@@ -1,6 +1,7 @@
 """The figures of a report, drawn by matplotlib without a display and without global state.
 
-Figures use the colours of `PALETTE`. A page replaces them with CSS variables, so that it suits light and dark themes.
+Figures use the colours of `PALETTE`. An HTML page replaces the colours with CSS variables, so that figures suit light
+and dark themes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Energy:
     Attributes:
         joules: The energy by source, summed over the nodes.
         total_j: The total over the nodes. Of a node with a counter of the whole node, only that counter is included,
-            since it includes the others.
+            since it includes the energy of all other counters.
         ranks: The ranks that have read the counters of their nodes.
     """
 
@@ -37,7 +37,7 @@ class Energy:
 
     @classmethod
     def of(cls, records: Sequence[tuple[int, Record]]) -> Energy | None:
-        """Returns the sum of records of the kind `energy`, given as (rank, record); None if there are none."""
+        """Returns the sum of records of the kind `energy`, given as (rank, record); None without records."""
         if not records:
             return None
         joules: dict[str, float] = {}
@@ -63,15 +63,16 @@ class RunData:
         steps: The step records of rank 0; for a repeated step the newest.
         checkpoints: The save records of rank 0; for a repeated save the newest.
         evaluations: The evaluation records of rank 0; for a repeated evaluation the newest.
-        performed: For each step of rank 0, including repeated ones: the time of its record in seconds since 1970, and
-            the seconds of the step.
-        incidents: Records of the kinds `INCIDENTS`, oldest first: those of rank 0, and records `damage` of all ranks.
+        performed: For each step of rank 0, including repeated steps: the time of the step's record in seconds since
+            1970, and the seconds of the step.
+        incidents: Records of the kinds `INCIDENTS`, oldest first: the records of rank 0, and records `damage` of all
+            ranks.
         efficiency: The efficiency since the last start; None if not measured.
         times: The times of all ranks; None if not all ranks have recorded their steps.
-        why_no_times: Why `times` is None; "" if it is not.
+        why_no_times: Why `times` is None; "" if `times` is not None.
         energy: The energy; None if no counter could be read.
         gradient_bytes: The bytes of a rank's buckets; None if not recorded.
-        probe: The document probe.json, with the speeds of nodes and links; None if they were not measured before
+        probe: The document probe.json, with the speeds of nodes and links; None if no speeds were measured before
             training.
         probed_link: The bytes/s of the slowest node's link; None if links were not measured during training.
         calibrations: The entries of reduction.json, which `reduction.algorithm = "auto"` writes.

@@ -153,9 +153,9 @@ def quality(runs: Runs) -> Table | None:
 
 
 def pop(runs: Runs) -> Table | None:
-    """Returns the POP efficiencies of the runs; None if no run has measured them.
+    """Returns the POP efficiencies of the runs; None if no run has measured efficiencies.
 
-    If several runs have measured them, the table also compares each run with the first of these.
+    If several runs have measured efficiencies, the table also compares each of these runs with the first.
     """
     measured = [(run, run.efficiency) for run in runs if run.efficiency is not None]
     if not measured:
@@ -368,7 +368,7 @@ def attempts(run: RunData) -> Table | None:
 
 
 def incidents(run: RunData, *, most: int = 50) -> Table | None:
-    """Returns the newest incidents of a run, at most `most`; None if it had none."""
+    """Returns the newest incidents of a run, at most `most`; None if the run had no incidents."""
     if not run.incidents:
         return None
     rows = [

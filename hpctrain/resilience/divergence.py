@@ -98,7 +98,7 @@ class Divergence:
     num_roll_backs: number of roll-backs so far.
     skipped_in_row: number of steps that were not accepted since the last applied step or roll-back.
     last_applied: newest step that changed the parameters.
-    rolled_back_to: step of the checkpoint of the newest roll-back; None before the first.
+    rolled_back_to: step of the checkpoint of the newest roll-back; None before the first roll-back.
     """
 
     def __init__(self, limits: DivergenceLimits) -> None:
@@ -111,7 +111,7 @@ class Divergence:
         self._keep_losses([])
 
     def why_not(self, *, loss: float, grad_norm: float) -> str | None:
-        """Returns why a step must not be applied; None if it may be.
+        """Returns why a step must not be applied; None if the step may be applied.
 
         The result is None for gradients that are not finite: the updater itself skips such steps and adapts the
         loss scale.
@@ -135,7 +135,7 @@ class Divergence:
     def after_step(self, step: int, *, loss: float, applied: bool, why_not: str | None) -> None:
         """Records the outcome of `step`. Raises DivergedError after too many consecutive dropped steps.
 
-        why_not: reason why this step was not accepted; None if it was accepted.
+        why_not: reason why this step was not accepted; None if the step was accepted.
         """
         if applied:
             self.skipped_in_row = 0
@@ -171,11 +171,11 @@ class Divergence:
         return "there is no checkpoint from before to roll back to"
 
     def choose(self, saved_steps: Sequence[int]) -> int | None:
-        """Returns the step of the checkpoint to roll back to; None if there is none from before the divergence.
+        """Returns the step of the checkpoint to roll back to; None if no checkpoint is from before the divergence.
 
         The last applied step may have spoiled the parameters, so only checkpoints of earlier steps are considered.
-        If the last roll-back already went to the newest of these, the next older checkpoint is chosen, if there is
-        one.
+        If the last roll-back already went to the newest of these checkpoints, the next older checkpoint is chosen, if
+        any.
         """
         before = sorted(step for step in saved_steps if step < self.last_applied)
         if not before:
@@ -188,7 +188,7 @@ class Divergence:
         """Continues after a roll-back, with a lower learning rate.
 
         saved: guard state in the checkpoint that was restored.
-        step: step of that checkpoint.
+        step: step of the restored checkpoint.
         """
         lr_factor, num_roll_backs = self.lr_factor * self._limits.lr_factor, self.num_roll_backs + 1
         self.load_state(saved)

@@ -37,7 +37,9 @@ class GroupLimit:
 
 
 def read_group_limit(root: Path = Path("/")) -> GroupLimit | None:
-    """Returns the smallest memory limit of this process's control groups; None if none is below the machine's memory.
+    """Returns the smallest memory limit of this process's control groups.
+
+    Returns None if no limit is below the machine's memory.
 
     root: directory that contains `proc` and `sys`.
     """
@@ -60,10 +62,10 @@ def limit_own_memory(limit: GroupLimit, *, num_sharing: int) -> tuple[int, int]:
 
     num_sharing: number of ranks that share the group's memory.
 
-    Returns this limit, and the private memory that the process already uses, both in bytes. RLIMIT_DATA counts what
-    the process maps for writing without sharing it: the heap, torch's tensors on the host, thread stacks. What is
-    mapped at this moment but was never written, like most data of torch's CUDA libraries, needs no memory; it is
-    allowed in addition to the share.
+    Returns this limit, and the private memory that the process already uses, both in bytes. RLIMIT_DATA counts private
+    memory that is mapped for writing: the heap, torch's tensors on the host, thread stacks. Memory that is mapped at
+    this moment but was never written, like most data of torch's CUDA libraries, uses no physical memory; it is allowed
+    in addition to the share.
     """
     share = int(USED_SHARE * limit.num_bytes / num_sharing)
     status = Path("/proc/self/status")
@@ -111,9 +113,9 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
     """Makes glibc return all freed memory to the system now, and later each freed piece of more than 1 MiB at once.
 
-    It is for a model whose sharded blocks are gathered from the ranks and freed again in each step. Freed pieces of
-    memory of many sizes, with pieces in use between them, would be used again only in part, and a rank would hold
-    much more memory than it needs. Up to 256 MiB of smaller pieces, and of pieces allocated before this call, are
+    Call it for a model with sharded blocks, which are gathered from the ranks and freed again in each step. Freed
+    pieces of memory of many sizes, with pieces in use between them, would be used again only in part, and a rank would
+    hold much more memory than it needs. Up to 256 MiB of smaller pieces, and of pieces allocated before this call, are
     still kept. Returns False, and changes nothing, in the cases of `keep_freed_memory`.
     """
     return _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ) and give_back_once(environ)
@@ -122,9 +124,9 @@ def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
 def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
     """Makes glibc return all freed memory to the system now; memory that is freed later is kept as before.
 
-    It is for the end of the first update: the optimizer's state was allocated in the memory that the activations of
-    the first step had left, and the pieces that remain between its tensors are of no use to later steps. Returns
-    False, and changes nothing, in the cases of `keep_freed_memory`.
+    Call it at the end of the first update: the optimizer's state was allocated in the memory that the activations of
+    the first step had left, and the pieces that remain between its tensors are of no use to later steps. Returns False,
+    and changes nothing, in the cases of `keep_freed_memory`.
     """
     glibc = _glibc(environ)
     if glibc is not None:

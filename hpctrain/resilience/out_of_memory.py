@@ -52,7 +52,7 @@ def free_memory() -> None:
 def num_parts(rows: int, *, largest_part: int, at_least: int) -> int:
     """Returns the number of parts to divide `rows` into, so that no part has more than `largest_part` rows.
 
-    at_least: smallest number of parts; it is doubled as often as needed.
+    at_least: smallest number of parts. This number is doubled as often as needed.
     """
     parts = at_least
     while -(-rows // parts) > largest_part:

@@ -1,8 +1,8 @@
 """Ends this process at a second request to stop, even if Python is blocked.
 
 Python's own thread that reads signals needs Python's lock, which C code in another thread may hold forever. The
-thread of `_second_signal.c` does not need that lock. It passes each signal on to Python, and ends the process if
-Python does not answer a second request.
+thread of `_second_signal.c` does not need that lock. That thread passes each signal on to Python, and ends the process
+if Python does not answer a second request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _library() -> Any:
 
 @final
 class SecondSignal:
-    """The C thread. It reads signal numbers from the file `reader` and passes each on to `self.reader` as a byte.
+    """The C thread, which reads signal numbers from the file `reader`, and passes each on to `self.reader` as a byte.
 
     handled: signals that ask for a stop.
     same_request_s: a signal that arrives at least this many seconds after the first one is a second request.
@@ -79,7 +79,7 @@ class SecondSignal:
 
     @staticmethod
     def number_of(byte: int) -> tuple[int, bool]:
-        """Decodes a byte from `reader`: returns the signal number, and True if it is a second request."""
+        """Decodes a byte from `reader`: returns the signal number, and True if the signal is a second request."""
         return byte & ~_SECOND, bool(byte & _SECOND)
 
     def leave_with(self, code: int | None) -> None:

@@ -29,12 +29,12 @@ _LEAVE_MAY_TAKE_S = 15.0
 
 @final
 class StopRequest:
-    """Records that this rank was asked to stop. The training loop acts on it after a vote of all ranks.
+    """Records that this rank was asked to stop. The training loop acts on the request after a vote of all ranks.
 
-    A second request ends this rank at once, without saving. It is any of the signals at least `SAME_REQUEST_S`
-    seconds after the first one, or a second Ctrl-C (SIGINT). A separate thread handles the second request, also
-    while the main thread waits inside a library. If Python itself is blocked, a thread of the C library
-    (`SecondSignal`) handles it.
+    A second request ends this rank at once, without saving. A second request is any of the signals at least
+    `SAME_REQUEST_S` seconds after the first signal, or a second Ctrl-C (SIGINT). A separate thread handles the second
+    request, also while the main thread waits inside a library. If Python itself is blocked, a thread of the C library
+    (`SecondSignal`) handles the second request.
 
     Args:
         names: Signals to handle.

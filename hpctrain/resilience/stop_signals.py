@@ -24,11 +24,11 @@ _kept_from_children: set[signal.Signals] = set()
 
 
 def hold_signals() -> None:
-    """Blocks all signals that the recipe may configure; `release_signals` delivers those that arrive meanwhile.
+    """Blocks all signals that the recipe may configure. `release_signals` delivers signals that arrive meanwhile.
 
-    Loading torch takes seconds, and only afterwards is the recipe read, which states the signals to handle. Until
-    then, a signal that is not blocked would end the rank. The block survives the exec of `restart_with_sleep`. Call
-    it in the main thread, before other threads exist.
+    The recipe states the signals to handle, and is read only after torch is loaded, which takes seconds. Until then, a
+    signal that is not blocked would end the rank. The block survives the exec of `restart_with_sleep`. Call it in the
+    main thread, before other threads exist.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _all())
 
@@ -36,9 +36,9 @@ def hold_signals() -> None:
 def let_interrupts_end() -> None:
     """Lets Ctrl-C end this process at once, until the run's handler is installed. For a rank without a launcher.
 
-    There is nothing to save yet, and the run would otherwise stop only after its first step. Under a launcher it must
-    not be called: a launcher does not pass Ctrl-C to its ranks, so a SIGINT that arrives there was sent to stop the
-    run. An ignored SIGINT stays ignored.
+    There is nothing to save yet, and the run would otherwise stop only after its first step. Do not call this under a
+    launcher: a launcher does not pass Ctrl-C to its ranks, so a SIGINT that a rank receives was sent to stop the run.
+    An ignored SIGINT stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -48,8 +48,8 @@ def let_interrupts_end() -> None:
 def let_stop_end(name: str, *, says: bool) -> None:
     """Lets the signal `name` end this process at once with code 75, until `release_signals` is called.
 
-    It is for a rank of `hpctrain launch`, which ends all ranks when one has left: nothing has been trained yet, and
-    loading the libraries may take long.
+    Call it on a rank of `hpctrain launch`, which ends all ranks when one rank has left: nothing has been trained yet,
+    and loading the libraries may take long.
 
     says: True if this rank prints that it was stopped.
     """
@@ -74,7 +74,7 @@ class _Leave:
 def release_signals() -> None:
     """Delivers the signals held back by `hold_signals`, or by a launcher (`env --block-signal`).
 
-    It also undoes `let_stop_end`, if no other handler has been installed since.
+    Also undoes `let_stop_end`, if no other handler has been installed since.
     """
     for number in _all():
         if isinstance(signal.getsignal(number), _Leave):
@@ -88,9 +88,9 @@ def keep_from_children(numbers: Iterable[signal.Signals]) -> None:
     Signals that the previous call blocked are unblocked, unless `numbers` contains them. Threads that were started
     before still receive the signals.
 
-    mpirun, srun and terminals send a stop signal also to processes that a rank has started, where it would end workers
-    of torch's DataLoader before the rank has saved. A new process inherits the mask of the thread that starts it,
-    whether it is forked or runs another program. SIGTERM is not blocked, because it is used to end such workers.
+    mpirun, srun and terminals send a stop signal also to processes that a rank has started. The signal would end
+    workers of torch's DataLoader before the rank has saved. A new process inherits the mask of the thread that starts
+    the process, by fork or as another program. SIGTERM is not blocked, because it is used to end such workers.
     """
     before = set(_kept_from_children)
     _kept_from_children.clear()

@@ -70,7 +70,7 @@ def ends_known_at_start(
 
 
 def parse_deadline(text: str) -> float:
-    """Returns the time that `text` states, in seconds since 1970. Raises LaunchError if it cannot be parsed.
+    """Returns the time that `text` states, in seconds since 1970. Raises LaunchError if `text` cannot be parsed.
 
     text: seconds since 1970, or a time in ISO 8601; a time without a zone is local.
     """
@@ -98,7 +98,7 @@ _ASK_AGAIN_AFTER_S = (60.0, 600.0)
 class SlurmAnswer:
     """Slurm's answer to the question when the job ends.
 
-    end_s: end of the job, in seconds since 1970; None if it has no limit, or the end is unknown.
+    end_s: end of the job, in seconds since 1970; None if the job has no time limit, or the end is unknown.
     problem: why the end is unknown; None if Slurm answered.
     """
 
@@ -110,8 +110,8 @@ def job_to_ask_about(environ: Mapping[str, str]) -> str | None:
     """Returns the id of this process's job, as squeue and scontrol accept it; None outside a Slurm job.
 
     In a job array the result is `<array>_<task>`, since SLURM_JOB_ID of one task may be the number of the whole
-    array, for which squeue lists every task. In a heterogeneous job, rank 0 is in the first component, whose number
-    stands for all components; they end together.
+    array, for which squeue lists every task. In a heterogeneous job, rank 0 is in the first component. The number of
+    that component stands for all components, which end together.
     """
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     if array and task:
@@ -177,8 +177,7 @@ class WallClock:
     Args:
         ends: Limits that are known at start.
         slurm_end_s: End of the Slurm job to assume until Slurm answers, in seconds since 1970; None if unknown.
-        ask: Function that asks Slurm. It is called in a thread, at once and then every few minutes. None: Slurm is
-            not asked.
+        ask: Function that asks Slurm, called in a thread, at once and then every few minutes. None: Slurm is not asked.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class WallClock:
     ) -> WallClock:
         """Creates the clock of this run: reads the limits from the environment, and in a Slurm job asks Slurm.
 
-        If Slurm has set the job's end in the environment (SLURM_JOB_END_TIME), that limit is used until Slurm answers.
+        If Slurm has set the job's end in the environment (SLURM_JOB_END_TIME), this end is used until Slurm answers.
 
         Args:
             environ: Environment variables; None means those of this process.
@@ -235,7 +234,7 @@ class WallClock:
     def news(self) -> str | None:
         """Returns a line for the user if the limit has become known, has changed or cannot be found out.
 
-        Otherwise it returns None.
+        Otherwise returns None.
         """
         end, problem = self._end, self._problem
         if problem is not None:

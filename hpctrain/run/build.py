@@ -189,14 +189,14 @@ _ASSUMED_BYTES_PER_S = 100e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """The objects of a run that each rank creates without communication, so that one rank alone may fail.
+    """The objects of a run that each rank creates without communication, which may therefore fail on one rank only.
 
     Attributes:
         loader: The loader of the training data.
         held_out: The loader of the evaluation data; None without `data.held_out`.
         decay: The decay of the learning rate after the warm-up.
         autocast: A function that creates the context in which forward runs.
-        tensor_plan: The task's plan for splitting layers; empty if the recipe splits none.
+        tensor_plan: The task's plan for splitting layers; empty if the recipe splits no layers.
     """
 
     loader: Loader
@@ -238,7 +238,7 @@ def build_parts(recipe: Recipe, task: Task, *, session: Session, data: RunDatase
 def parallelized(parts: Parts, recipe: Recipe, *, task: Task, session: Session) -> Parts:
     """Returns `parts` with the model split as the section [parallel] says. Collective.
 
-    Raises RecipeError if the model cannot be split in that way.
+    Raises RecipeError if the model cannot be split as the section says.
     """
     plan = ParallelPlan(**recipe.parallel.model_dump(), tensor_plan=parts.tensor_plan)
     try:
@@ -264,7 +264,8 @@ def build_runner(
 ) -> Runner:  # fmt: skip
     """Returns the runner that computes batches with `parts.model`.
 
-    loss_unit: the unit of the loss weights, from the checkpoint from which the run resumes; None if there is none.
+    loss_unit: in a run that resumes, the unit of the loss weights that the checkpoint contains. None for a new run, and
+    if the checkpoint contains no such unit.
     """
     dtype = MODEL_DTYPE[recipe.run.precision]
     feeds_back = needs_feedback(recipe.reduction.wire)
@@ -396,7 +397,7 @@ def total_steps(recipe: Recipe, loader: Loader, *, position: Position) -> int:
     """Returns the number of optimizer steps of the whole run, counted from its start.
 
     If `run.epochs` is set, the steps after `position` are counted with the current global batch. A run that resumes
-    with another global batch therefore still ends with its last epoch.
+    with another global batch therefore still ends with the last epoch.
     """
     if recipe.run.steps is not None:
         return recipe.run.steps
@@ -433,7 +434,8 @@ def checkpoint_directory(recipe: Recipe) -> Path:
 def reduction_plan(recipe: Recipe) -> ReductionRequest:
     """Returns the reduction that the section [reduction] asks for.
 
-    If the section fixes only the algorithm or only the wire format, the other one is chosen by measurement.
+    If the section fixes only the algorithm, the wire format is chosen by measurement; if it fixes only the wire format,
+    the algorithm is chosen by measurement.
     """
     section = recipe.reduction
     return ReductionRequest(
@@ -516,7 +518,7 @@ def build_straggler_watch(
 ) -> StragglerWatch | None:
     """Returns the watch that finds slow ranks; None if `stragglers.find` is false or there is one rank.
 
-    probe: the measurement of the nodes before training; None if there was none.
+    probe: the measurement of the nodes before training; None if nodes were not measured.
     """
     section = recipe.stragglers
     if not section.find or session.world_size == 1:

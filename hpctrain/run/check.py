@@ -61,7 +61,7 @@ _EVALUATED = 2  # batches
 class RecipeSubject:
     """A recipe as the `Subject` of experiments.
 
-    search: the folders in which the modules that the recipe names are searched for, besides Python's own path.
+    search: the folders, besides Python's own path, that are searched for the modules named in the recipe.
     """
 
     loss_is_share = True

@@ -33,8 +33,8 @@ class RunDatasets:
 
     Attributes:
         dataset: The training dataset.
-        samples: The source of the training batches: `dataset`, or a wrapper that copies its files to the node, reads it
-            collectively, or holds it in memory.
+        samples: The source of the training batches: `dataset`, or a wrapper that copies the files of the dataset to the
+            node, reads the dataset collectively, or holds it in memory.
         held_out: The evaluation dataset; None without `data.held_out`.
     """
 

@@ -47,7 +47,7 @@ def claim_run_directory(directory: Path, *, comm: Collective) -> None:
 def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | None:
     """Moves the existing files `names` of `directory` into the new folder `directory/previous-N`. Collective.
 
-    Returns that folder; None if none of the files exists.
+    Returns that folder; None if no file of these names exists.
     """
 
     def move() -> str | None:
@@ -60,7 +60,7 @@ def set_aside(directory: Path, names: list[str], *, comm: Collective) -> Path | 
 def set_aside_newer(checkpoints: Path, *, step: int, comm: Collective) -> Path | None:
     """Moves checkpoints of steps after `step` into the new folder `previous-N` next to `checkpoints`. Collective.
 
-    Returns that folder; None if there are no such checkpoints.
+    Returns the new folder; None if there are no such checkpoints.
     """
 
     def move() -> str | None:

@@ -1,4 +1,4 @@
-"""Sets the initial state of a run: from its checkpoints, from those on its nodes' storage, or from other weights."""
+"""Sets the initial state of a run: from its own checkpoints, shared or on the nodes, or from other weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hpctrain.train import Position, Resumed, TrainingState, resume
 
 
 def open_tiers(recipe: Recipe, *, session: Session, run: RunIdentity) -> Tiers | None:
-    """Opens the nodes' own storage for checkpoints (`checkpoint.local`); returns None if it is not set. Collective.
+    """Opens the nodes' own storage for checkpoints; returns None if `checkpoint.local` is not set. Collective.
 
     The storage is closed with the session. If the run is new and the nodes hold checkpoints of an earlier run in the
-    same run directory, these stay where they are, and a printed line says how to use them.
+    same run directory, these checkpoints stay where they are, and a printed line says how to use them.
     """
     section = recipe.checkpoint
     if section.local is None:
@@ -106,10 +106,11 @@ def roll_back_run(
 ) -> Resumed | None:
     """Restores `state` from the run's checkpoint of the step that `choose` returns. Collective.
 
-    Checkpoints of later steps are moved away. If the chosen checkpoint is damaged, the next older one is restored.
-    choose: a function that takes the steps of all checkpoints, newest first, and returns one of them or None. If it
-    returns None, nothing is changed and the result is None. Raises CheckpointError on every rank if no checkpoint is
-    undamaged.
+    Checkpoints of later steps are moved away. If the chosen checkpoint is damaged, the next older checkpoint is
+    restored.
+    choose: a function that takes the steps of all checkpoints, newest first, and returns one of these steps or None. If
+    the function returns None, nothing is changed and the result is None. Raises CheckpointError on every rank if no
+    checkpoint is undamaged.
     """
     directory = checkpoint_directory(recipe)
     saved = on_rank_0(session.world, lambda: [step_of(path) for path in finished_newest_first(directory)])

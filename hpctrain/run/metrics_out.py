@@ -52,12 +52,14 @@ _NO_FAILURES = frozenset({"finished", "wall clock", "preemption", "cancelled"})
 
 
 def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
-    """Returns how the previous start ended, and how much of its work this start repeats. For rank 0. Raises OSError.
+    """Returns how the previous start of the run ended, and how much of its work this start repeats.
+
+    For rank 0. Raises OSError.
 
     records: the file with the records of rank 0. step: the step from which this start continues. In the result,
     `stopped` is "signal", "time_limit" or None. `lost_steps` is the number of steps that the previous start trained
-    after `step`. `lost_s` is their estimated time in seconds, from the mean time of those that are in the last MiB of
-    the records.
+    after `step`. `lost_s` is the estimated time of these steps in seconds, from the mean time of the steps in the last
+    MiB of the records.
     """
     found = list(_newest(records))
     steps = [record for record in found if record["kind"] == STEP]

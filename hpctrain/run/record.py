@@ -147,7 +147,10 @@ def _version(package: str) -> str | None:
 
 
 def working_commit() -> str | None:
-    """Returns the commit of the working directory, with `+changes` if files differ from it; None outside git."""
+    """Returns the commit of the working directory, with `+changes` if files differ from that commit.
+
+    Returns None outside git.
+    """
     try:
         asked = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"]
         done = subprocess.run(asked, cwd=Path.cwd(), capture_output=True, text=True, timeout=5, check=False)
@@ -275,8 +278,8 @@ def seconds_of_all(
 ) -> tuple[list[str], NDArray[np.float64]]:
     """Returns the names that occur on any rank, sorted, and the seconds of all ranks. Collective.
 
-    The seconds are float64, shape (ranks, names). If a rank lacks a name, they are 0. Each rank receives 8 bytes per
-    name and rank.
+    The seconds are float64, shape (ranks, names). If a rank lacks a name, its seconds for this name are 0. Each rank
+    receives 8 bytes per name and rank.
     """
     different, _ = all_gather_distinct(comm, sorted(seconds))
     names = sorted({name for found in different for name in found})
@@ -295,7 +298,8 @@ def by_node(
     """Returns for each node its energy and, by name, the mean and largest seconds of its ranks. Pure.
 
     For each name, the result also gives the rank with the largest seconds. by_rank: float64, shape (ranks, names).
-    energy_by_rank: for each rank, the joules of its node by source; None for a rank that has not read them.
+    energy_by_rank: for each rank, the joules of the rank's node by source; None for a rank that has not read the
+    energy.
     """
     found = []
     for name, ranks in zip(topology.node_names, topology.ranks_by_node, strict=True):
@@ -316,9 +320,9 @@ def by_node(
 
 
 def energy_of(by_rank: Sequence[Mapping[str, float] | None]) -> dict[str, Any] | None:
-    """Returns the energy of all nodes: `total_j`, and `joules` by source; None if no rank has read it. Pure.
+    """Returns the energy of all nodes: `total_j`, and `joules` by source; None if no rank has read energy. Pure.
 
-    by_rank: for each rank, the joules of its node by source; None for a rank that has not read them.
+    by_rank: for each rank, the joules of the rank's node by source; None for a rank that has not read the energy.
     """
     nodes = [joules for joules in by_rank if joules is not None]
     if not nodes:

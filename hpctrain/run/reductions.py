@@ -59,7 +59,7 @@ class Reductions:
     def make(
         self, plan: ReductionRequest, *, gradient_bytes: int, shard: ShardKind = "none", computes: bool = True
     ) -> Reduction:
-        """Returns a reduction for the buckets of one updater. Its memory is freed by `close`. Collective.
+        """Returns a reduction for the buckets of one updater. `close` frees the memory of the reduction. Collective.
 
         Args:
             gradient_bytes: The size of one rank's gradients.
@@ -78,8 +78,9 @@ class Reductions:
     def overlap(self, *, spare_core: bool) -> bool:
         """Returns True if reductions are faster when they run during backward. Not collective.
 
-        They are faster if they wait for a network or a device, or if each rank has a spare core. On a single node on
-        which the ranks use every core, they would take cores from backward and add context switches.
+        Reductions during backward are faster if reductions wait for a network or a device, or if each rank has a spare
+        core. On a single node on which the ranks use every core, reductions would take cores from backward and add
+        context switches.
         """
         return spare_core or self._topology.num_nodes > 1 or self._device.type != "cpu"
 
@@ -91,9 +92,9 @@ class Reductions:
     def oversubscribed(self) -> bool:
         """Returns True if some rank has less than one core per thread. Collective.
 
-        Either the ranks' CPU affinities show this, or their launcher has found it. A launcher that starts more ranks
-        than it was given cores preloads a library (`launch/yielding.py`). It may have been given fewer cores than the
-        affinities show.
+        Either the ranks' CPU affinities show this, or the launcher has found out. A launcher that starts more ranks
+        than it was given cores preloads a library (`launch/yielding.py`). The launcher may have been given fewer cores
+        than the affinities show.
         """
         share = cpu_share(self._cores(), self._world.rank)
         roomy = share >= torch.get_num_threads() and not in_effect()
@@ -106,9 +107,9 @@ class Reductions:
                 self._made.pop(0).reducer.close()
 
     def nccl(self, asked: str) -> Algorithm | None:
-        """Returns which of Horovod's own two-level sums runs in this process; None if none does.
+        """Returns which of Horovod's own two-level sums runs in this process; None if no such sum runs.
 
-        Adds a note if `asked` is such a sum but cannot run, or if one runs that was not asked for.
+        Adds a note if `asked` is such a sum but cannot run, or if such a sum runs that was not asked for.
         """
         device_type = self._device.type
         found = nccl_in_effect(self._horovod, topology=self._topology, device_type=device_type)

@@ -92,13 +92,13 @@ T = TypeVar("T")
 class Session:
     """A rank's connection to the other ranks of the run, and the entry point to everything collective.
 
-    `hpctrain.init` returns it; use it as a context manager. When the `with` block raises an error that all ranks share,
-    rank 0 prints it once and every rank exits with the exit code of the error. An error of a single rank is printed
-    with the index of that rank and aborts the whole job, so that no other rank waits for that rank.
+    `hpctrain.init` returns a session, to be used as a context manager. When the `with` block raises an error that all
+    ranks share, rank 0 prints the error once, and every rank exits with the exit code of the error. An error of a
+    single rank is printed with the index of that rank and aborts the whole job, so that no other rank waits.
 
     Attributes:
         identity: What the launcher says of this process, such as its rank and its node.
-        world: The communicator of all ranks. Its operations have the time limit of `init`.
+        world: The communicator of all ranks. The operations of this communicator have the time limit of `init`.
         mesh: The topology of the ranks, and this rank's place in it.
         device: The device on which this rank computes.
         backend_reason: Why this communication backend was chosen, for the record of the run.
@@ -187,7 +187,7 @@ class Session:
         return self.world_size
 
     def note(self, text: str) -> None:
-        """Adds a note for the user. Rank 0 prints it at once, and the record of the run keeps it."""
+        """Adds a note for the user. Rank 0 prints the note at once, and the record of the run keeps it."""
         self.notes.append(text)
         if self.rank == 0:
             tell(f"note: {text}")
@@ -217,7 +217,7 @@ class Session:
                 unless the model is split.
             algorithm: The algorithm that sums the gradients; "auto" measures the candidates and takes the fastest. For
                 sharded parameters see `reduce_gradients_by`. Ignored for split layers and pipelines.
-            wire: The format in which gradients are sent. Ignored where `algorithm` is.
+            wire: The format in which gradients are sent. Ignored where `algorithm` is ignored.
             bucket_bytes: Bytes of gradients per message; None: chosen by `algorithm`. `SplitModelUpdater` ignores it.
             loss_scale: The loss scale for float16; None: no scaling.
             clip_norm: The largest allowed norm of the mean gradient; None: no limit.
@@ -226,15 +226,15 @@ class Session:
             compare_ranks: What `step` does when parameters or optimizer settings differ between ranks. "error" raises
                 RanksDiffer, "note" prints one note, "off" does not compare.
             fused: Use PyTorch's fused kernels in groups of an SGD, Adam, AdamW or Adagrad that set neither `fused` nor
-                `foreach`. Parameters differ from those without it by rounding.
+                `foreach`. With fused kernels, parameters differ from those of the plain optimizer by rounding.
 
         Returns:
-            The wrapped optimizer. It is a `SplitModelUpdater` for sharded parameters, split layers and pipelines, and
+            The wrapped optimizer: a `SplitModelUpdater` for sharded parameters, split layers and pipelines, and
                 on more than one rank a `ZeroUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
 
         Raises:
-            BufferMismatch: On every rank, naming the ranks that differ, if a rank has another model or trains other
-                parameters of it.
+            BufferMismatch: On every rank, naming the ranks that differ, if a rank has another model, or trains other
+                parameters of the model.
             UsageError: On every rank, if no checkpoint can hold the state of the model or optimizer, or if the
                 optimizer cannot be stepped.
         """
@@ -335,7 +335,7 @@ class Session:
     ) -> Path:
         """Saves a checkpoint with the complete state of a training. Collective.
 
-        It holds the model, the optimizer, the states of the updater and of the random generators, and `position`.
+        It holds the states of the model, the optimizer, the updater and the random generators, and `position`.
 
         Args:
             directory: The folder of the checkpoints, on a filesystem that all nodes share. The new checkpoint is named
@@ -344,8 +344,8 @@ class Session:
             position: Where training continues after a load.
             loader: The loader whose dataset, order and seed `position` refers to; `load_state` compares them.
             options: How to save, and which older checkpoints to keep. None: the last three are kept.
-            also: Other objects with `state_dict` and `load_state_dict`, by name, such as schedulers. They go into the
-                same checkpoint and must have the same state on every rank.
+            also: Other objects with `state_dict` and `load_state_dict`, by name, such as schedulers. Their states go
+                into the same checkpoint, and must be the same on every rank.
 
         Returns:
             The path of the checkpoint.
@@ -370,11 +370,11 @@ class Session:
         """Restores a training from a checkpoint that `save_state` has written. Collective.
 
         Args:
-            source: A checkpoint, or a folder of checkpoints, of which the newest undamaged one is loaded. It may have
-                been saved by another number of ranks.
+            source: A checkpoint, or a folder of checkpoints, of which the newest undamaged checkpoint is loaded. The
+                checkpoint may have been saved by another number of ranks.
             updater: The result of this session's `distributed_optimizer`.
             loader: The loader of the training, as in `save_state`.
-            also: The same names as in `save_state`, each with its object, or with None to skip that object.
+            also: The same names as in `save_state`, each with the object to restore, or with None to skip the object.
 
         Returns:
             Where to continue. `Position()`, step 0, if there is no checkpoint yet.
@@ -458,7 +458,7 @@ class Session:
 
         Args:
             function: A function that does not communicate.
-            os_error: The class of error that an OSError of the function is turned into.
+            os_error: The class of error that is raised in place of an OSError of the function.
 
         Returns:
             This rank's result of the function.
@@ -558,7 +558,7 @@ def init(
         threads_per_rank: The number of PyTorch threads. None: OMP_NUM_THREADS if set, else this rank's share of the
             cores.
         timeout_s: The time limit in seconds of a collective operation, and of the start of the other ranks after the
-            first one has started. When it has passed, all ranks end with exit code 6 (see `Monitored`). If
+            first one has started. When this time has passed, all ranks end with exit code 6 (see `Monitored`). If
             `session.world.publish_in(shared_folder)`, which is collective, was called before, the message names the
             ranks that did not take part.
         algorithm: The algorithm of the gradient reduction, if Horovod must know it when it starts (nccl-hierarchical,
@@ -570,7 +570,7 @@ def init(
 
     Raises:
         LaunchError: If launcher, environment and communication library disagree.
-        TopologyError: If the number or placement of the ranks is not the requested one.
+        TopologyError: If the number or placement of the ranks is not as requested.
     """
     postpone_dynamo()
     keep_freed_memory()

@@ -21,23 +21,23 @@ def init_process_group(
 ) -> Session:
     """Initialises `torch.distributed` on the ranks that mpirun or srun started. Collective.
 
-    Replaces `torch.distributed.init_process_group(...)`; it needs no address, port or agent. Programs then use
+    Replaces `torch.distributed.init_process_group(...)`, and needs no address, port or agent. Programs then use
     torch.distributed as before (DDP, FSDP2, DTensor, pipelines, DCP). Groups that they create have communicators of
     their own. An operation that exceeds the time limit ends all ranks with exit code 6.
     `torch.distributed.destroy_process_group()` also closes the session if this function has started it.
 
     Sets the variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
-    where they are not set yet, for libraries that read them. With tensors in host memory it also sets
-    ACCELERATE_USE_CPU, without which Hugging Face accelerate takes each rank for a separate program.
+    where they are not set yet, for libraries that read them. With tensors in host memory, also sets ACCELERATE_USE_CPU,
+    without which Hugging Face accelerate takes each rank for a separate program.
 
     Args:
-        session: A session of `hpctrain.init`; None: one is started.
+        session: A session of `hpctrain.init`; None: this function starts a session.
         device: The memory of the tensors and the library that moves them. "cpu": host memory, hpctrain's communicators.
             "cuda": the rank's GPU, NCCL, with gloo for tensors in host memory. "auto": "cuda" if the session uses a
             GPU, else "cpu".
         timeout_s: The time limit of an operation in seconds. If `session` is given, the limit of that session counts.
         watch_folder: A folder on a filesystem that all nodes share. With it, the message at the time limit names the
-            missing ranks and the position of each in the program.
+            missing ranks, and where in the program each missing rank is.
 
     Returns:
         The session.

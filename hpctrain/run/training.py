@@ -88,7 +88,7 @@ from hpctrain.train import (
 class Resume:
     """The value of `--resume`: the checkpoint `path` to resume from, or `from_scratch` to restore nothing.
 
-    Without either, the run resumes from its newest checkpoint.
+    With neither `path` nor `from_scratch`, the run resumes from its newest checkpoint.
     """
 
     path: Path | None = None
@@ -162,7 +162,7 @@ def carry_out(
     """Trains `task` as `recipe` says on the ranks of an open session. Returns the summary. Collective.
 
     Args:
-        commit: The commit of the user's working directory, for the record; rank 0's is written.
+        commit: The commit of the user's working directory, for the record; the commit of rank 0 is written.
         save_signal: The signal that requests a checkpoint, as the file `save-now` in the run directory does.
         clock: The clock of the run's time limit, on rank 0; None on other ranks.
     """

@@ -117,10 +117,10 @@ class Scaling:
     """A run compared with a reference, usually on fewer ranks.
 
     Attributes:
-        computation: The computing time per sample, summed over all ranks, of the reference divided by that of this run.
+        computation: The computing time per sample, summed over all ranks: the reference's divided by this run's.
         global_efficiency: Parallel efficiency x share of computing x computation scaling, that is, the computing time
             that the reference needs for this run's samples, divided by the time of all ranks.
-        relative_speed: The samples/s per rank of this run divided by those of the reference.
+        relative_speed: The samples/s per rank of this run divided by the samples/s per rank of the reference.
     """
 
     computation: float
@@ -155,7 +155,7 @@ def efficiency_from(
 
 
 def divided(seconds: Mapping[str, _Seconds], *, hidden: _Seconds, waiting: _Seconds) -> dict[str, _Seconds]:
-    """Returns the seconds of each part of a step, by the names in `PART_NAMES`. They add up to the step.
+    """Returns the seconds of each part of a step, by the names in `PART_NAMES`. All parts add up to the step.
 
     Args:
         seconds: The recorded seconds, by the names in `PART_KEYS`.
@@ -226,7 +226,9 @@ class StepTimes:
 
 
 def own_times(times: StepTimes) -> Times:
-    """Returns each rank's time without communication between the ends of two reductions, shape (ranks, steps).
+    """Returns each rank's time, without communication, from the end of one reduction to the end of the next.
+
+    The shape is (ranks, steps).
 
     If the previous step has no record, the time starts at the start of the step.
     """
@@ -252,7 +254,7 @@ def attribute(times: StepTimes) -> Times:
 
 
 def efficiency_of(times: StepTimes) -> Efficiency:
-    """Returns the POP efficiencies of these steps, at least one."""
+    """Returns the POP efficiencies of the given steps, at least one step."""
     own = own_times(times)
     return efficiency_from(
         {name: float(times.seconds[name].sum()) for name in PART_KEYS},
@@ -282,9 +284,9 @@ _NAMES = (*PART_KEYS, "step", "after_sync")
 def read_step_times(directory: Path, *, first: int = 2, last: int | None = None) -> StepTimes:
     """Returns the recorded times of all ranks of the run in `directory`, for the steps from `first` to `last`.
 
-    By default the first step of a run is left out, since buckets and memory are set up in it. For a repeated step the
-    later record counts. Raises UsageError if a rank has not recorded its steps, or if no step was recorded by all
-    ranks.
+    By default the first step of a run is left out, since buckets and memory are set up in the first step. For a
+    repeated step the later record counts. Raises UsageError if a rank has not recorded its steps, or if no step was
+    recorded by all ranks.
     """
     run = RunDirectory(directory)
     num_ranks = len(run.environment()["ranks"])
@@ -325,7 +327,7 @@ def _seconds(record: Mapping[str, Any], name: str) -> float:
 def read_efficiency(directory: Path) -> Efficiency:
     """Returns the efficiency over all ranks and steps since the last start, from the summary of the run in `directory`.
 
-    Raises UsageError if there is no summary yet, or if it has no efficiency.
+    Raises UsageError if there is no summary yet, or if the summary has no efficiency.
     """
     run = RunDirectory(directory)
     document = (run.summary() or {}).get("efficiency")

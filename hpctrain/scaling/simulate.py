@@ -60,9 +60,9 @@ class Outcome:
     """How a job spent its time, in shares that add up to 1, and the number of failures.
 
     Attributes:
-        trained: The share of training that was not lost.
+        trained: The share of the job's time in which the ranks trained and the result was kept.
         saving: The share in which saves stopped training.
-        lost: The share of training since the last save before each failure, which is lost.
+        lost: The share in which the ranks trained and the result was lost, since a failure came before the next save.
         down: The share of detecting failures and of restarting.
         queued: The share of waiting for nodes.
     """

@@ -72,7 +72,7 @@ def recorded_ids(run_directory: Path) -> list[str]:
 def newest_submission(run_directory: Path) -> Submission:
     """Returns the newest recorded job that was submitted from a recipe.
 
-    Raises UsageError if there is none, and LaunchError if the record cannot be read.
+    Raises UsageError if no such job is recorded, and LaunchError if the record cannot be read.
     """
     names = Submission.__dataclass_fields__
     for line in reversed(_lines(run_directory)):
@@ -110,7 +110,7 @@ class Job:
 
     job_id: `12`, or `12_3` for task 3 of an array.
     state: Slurm's state of the job, such as `PENDING`.
-    reason: why the job waits, by Slurm's name for the reason; "" if it does not wait.
+    reason: why the job waits, by Slurm's name for the reason; "" if the job does not wait.
     elapsed_s, limit_s, left_s: time used, time limit and time left, in seconds; None if unknown.
     start: when the job started or is expected to start, as Slurm prints it; None if unknown.
     end: when the job ended, as Slurm prints it; None if unknown.
@@ -279,9 +279,9 @@ _UNKNOWN = 2**64 - 2
 def consumed_energy(controller: SlurmController, job_ids: Iterable[str]) -> dict[str, float]:
     """Returns the energy of each job in joules, by job id. Raises LaunchError.
 
-    The result has no entry for a job whose energy is unknown, since the site's Slurm does not measure energy or has no
-    accounting database. The energy is that of the job's nodes while it ran; if other jobs used these nodes at the same
-    time, it includes their energy.
+    The result has no entry for a job whose energy is unknown, because the site's Slurm does not measure energy, or has
+    no accounting database. The energy is that of the job's nodes while it ran; if other jobs used these nodes at the
+    same time, the result includes the energy of the other jobs.
 
     job_ids: job ids as in SLURM_JOB_ID.
     """
@@ -302,9 +302,9 @@ def consumed_energy(controller: SlurmController, job_ids: Iterable[str]) -> dict
 def parse_energy(text: str) -> dict[str, float]:
     """Parses the output of sacct with the fields that `consumed_energy` requests.
 
-    Attempts of a requeued job are added up. If the line of the job itself has a number, that number counts; otherwise
-    the sum over its numbered steps counts, which srun started. The steps `batch` and `extern` are ignored, because they
-    measured the same nodes at the same time.
+    Attempts of a requeued job are added up. If the line of the job itself has a number, that number counts. Otherwise
+    the sum over the job's numbered steps, which srun started, counts. The steps `batch` and `extern` are ignored,
+    because they measured the same nodes at the same time.
     """
     jobs: dict[str, float] = {}
     steps: dict[str, float] = {}

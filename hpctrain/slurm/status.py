@@ -35,7 +35,7 @@ class Progress:
     """Progress of a run according to its run directory.
 
     num_starts: number of times that training started or resumed.
-    step: newest recorded step, or the step from which training started; None if it never started.
+    step: newest recorded step, or the step from which training started; None if training never started.
     last_step_at: time of the newest recorded step, in seconds since 1970.
     steps_per_s, samples_per_s: speed over the last steps of the newest start.
     checkpoint: newest intact checkpoint.
@@ -130,10 +130,10 @@ _ATTEMPTS_SHOWN = 10
 class RunStatus:
     """Status of a run, or of one task of an array.
 
-    job: the job of the run to report, see `newest_job`; None if Slurm knows none.
+    job: the job of the run to report, see `newest_job`; None if Slurm knows no job of the run.
     attempts: attempts of the run's jobs from Slurm's accounting database; None if there is no database.
     progress: progress according to the run directory.
-    ledger: starts of the ranks by `hpctrain supervise`, oldest first; empty if it was not used.
+    ledger: starts of the ranks by `hpctrain supervise`, oldest first; empty if `hpctrain supervise` was not used.
     """
 
     name: str
@@ -157,7 +157,7 @@ class RunStatus:
 def newest_job(queued: Sequence[Job], past: Sequence[Job] | None) -> Job | None:
     """Returns the job to report: the oldest job that runs, or else the oldest job that waits.
 
-    Later jobs wait for that job. If all jobs have ended, returns the last one; None if there is no job.
+    Later jobs wait for that job. If all jobs have ended, returns the last job; None if there is no job.
     """
     active = [job for job in queued if not job.ended]
     if active:

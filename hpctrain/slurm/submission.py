@@ -1,4 +1,4 @@
-"""Plans the job of a recipe, writes its batch script, submits it, resizes it and ends it."""
+"""Plans the job of a recipe, and writes the batch script. Submits, resizes and ends the job."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class JobScript:
     name: name of the job.
     about: lines of the first comment.
     settings: the recipe's section [slurm].
-    recipe: path of the recipe; None if the script takes it as its first argument.
+    recipe: path of the recipe; None if the script takes the path as its first argument.
     run_directory: the recipe's run directory.
     overrides: `--set` options of all tasks.
-    python: folder of the ranks' Python environment; None if the script does not select one.
-    record: file to which the script of a job adds the job that continues the run after it.
+    python: folder of the ranks' Python environment; None if the script does not select an environment.
+    record: file to which a job's script adds the next job, which continues the run.
     ready: file name of the script if it takes the recipe as an argument; otherwise None.
     stop_signal: signal that asks the ranks to stop: USR1 or USR2, the only signals that srun and mpirun forward.
     """
@@ -214,7 +214,7 @@ class PlannedJob:
 
     recipe_path: path of the recipe, as the script names it.
     overrides: `--set` options.
-    folder: folder in which sbatch is called; the recipe's paths are relative to it.
+    folder: folder in which sbatch is called; the recipe's paths are relative to this folder.
     text: text of the batch script.
     """
 
@@ -247,7 +247,7 @@ def plan_job(
 ) -> PlannedJob:
     """Reads a recipe and plans its job, including the text of its batch script. Does not ask Slurm.
 
-    overrides: options `section.key=value`; those of [slurm] apply to the job, and the other ones are passed to the
+    overrides: options `section.key=value`; options of [slurm] apply to the job, and all other options are passed to the
     ranks.
     folder: folder in which sbatch will be called; None: the working directory of this process.
 
@@ -293,11 +293,11 @@ def submit_job(
     arguments: Sequence[str] = (),
     dependency: str | None = None,
 ) -> Submission:
-    """Writes the script into the run directory, submits it, and records the job there.
+    """Writes the script into the run directory, submits the script, and records the job in the run directory.
 
     by: what submitted the job, see `Submission`.
     arguments: options of `hpctrain train` for this job alone, such as `--resume never`.
-    dependency: Slurm dependency that replaces the one in the recipe; None: that of the recipe.
+    dependency: Slurm dependency that replaces that of the recipe; None: the recipe's dependency.
 
     Raises LaunchError if Slurm does not accept the job.
     """
@@ -392,7 +392,7 @@ def ask_to_stop(job_ids: Sequence[str], controller: SlurmController) -> None:
 
 
 def kill_jobs(job_ids: Sequence[str], controller: SlurmController) -> None:
-    """Cancels jobs. The ranks have time to save until Slurm kills them, after its KillWait of usually 30 s."""
+    """Cancels jobs. The ranks have time to save until Slurm kills them, after Slurm's KillWait of usually 30 s."""
     controller.ask(["scancel", *job_ids])
 
 
@@ -468,7 +468,7 @@ class Resized:
     """Result of `resize`.
 
     submission: the job that continues the run.
-    replaced: ids of the jobs that end before that job starts; empty if the present job itself shrinks.
+    replaced: ids of the jobs that end before the job of `submission` starts; empty if the present job itself shrinks.
     """
 
     submission: Submission
@@ -481,7 +481,7 @@ def resize(
     """Makes the ranks save and stop at a step on which they agree, and continues the run on `nodes` nodes.
 
     A running job that is shrinkable continues on fewer nodes. Otherwise the run's job is submitted again, and the new
-    job starts when the present one has ended.
+    job starts when the present job has ended.
 
     overrides: `section.key=value` options that are added to those of the present job.
 

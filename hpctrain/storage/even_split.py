@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def split_evenly(num: int, *, num_parts: int) -> list[int]:
-    """Returns the lengths of `num_parts` parts of `num` elements, the longer ones first; some may be 0."""
+    """Returns the lengths of `num_parts` parts of `num` elements, the longer parts first; some lengths may be 0."""
     whole, rest = divmod(num, num_parts)
     return [whole + (part < rest) for part in range(num_parts)]
 

@@ -39,7 +39,7 @@ class Filesystem:
     def is_written_past_cache(self) -> bool:
         """True if writes that bypass the page cache are faster.
 
-        This was measured on ext4; xfs implements them in the same way.
+        This was measured on ext4; xfs implements such writes in the same way.
         """
         return self.kind in ("ext4", "xfs")
 
@@ -64,10 +64,10 @@ def filesystem_of(path: Path) -> Filesystem:
 
 
 def on_mount(mounts: Iterable[tuple[str, T]], *, path: Path) -> T | None:
-    """Returns the value that belongs to the mount on which `path` lies, or None. Pure.
+    """Returns the value of the mount on which `path` lies; None if `path` lies on no mount in `mounts`. Pure.
 
     `mounts` lists (mount point, value) in the order of mounting. If several mounts have the same mount point, the
-    last one is used, since only that one is visible. `path` is absolute, without symbolic links.
+    last mount is used, since only that mount is visible. `path` is absolute, without symbolic links.
     """
     kinds = {Path(point): kind for point, kind in mounts}
     return next((kinds[parent] for parent in (path, *path.parents) if parent in kinds), None)

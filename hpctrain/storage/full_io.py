@@ -34,7 +34,7 @@ def read_up_to(fd: int, buffer: memoryview, *, offset: int) -> int:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flushes a directory (fsync), after which a rename in it is on disk. Raises OSError."""
+    """Flushes a directory (fsync). Afterwards a rename in the directory is on disk. Raises OSError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -35,7 +35,7 @@ class Holder:
         ticks: Start time of the process, in clock ticks since the boot, since process ids are used again.
         job: Id of the Slurm job of the process, or "".
         restart: How often Slurm has requeued the job.
-        attempt: Number of the attempt of `hpctrain supervise` that the process belongs to, or 0.
+        attempt: Number of the attempt of `hpctrain supervise` to which the process belongs, or 0.
         since: Unix time at which the process took the lease, by the clock of its machine; only for messages.
     """
 
@@ -70,16 +70,16 @@ class Holder:
 
     @classmethod
     def from_json(cls, value: Any) -> Holder:
-        """Decodes a holder. Raises KeyError, TypeError or ValueError if `value` is not one."""
+        """Decodes a holder. Raises KeyError, TypeError or ValueError if `value` does not describe a holder."""
         return cls(**{f.name: type_of(value[f.name]) for f, type_of in zip(fields(cls), _TYPES, strict=True)})
 
     def has_ended(self, *, seen_by: Holder) -> bool | None:
         """Returns whether this process has ended; None if the process `seen_by`, which asks, cannot tell.
 
         If both processes belong to the same Slurm job, but to different starts of the job (which Slurm has
-        requeued) or to different attempts of the supervisor, the process of the earlier start or attempt has ended,
-        and the other one has not. Otherwise, if both are on the same machine, this process has ended if the machine
-        no longer has such a process.
+        requeued) or to different attempts of the supervisor, the process of the earlier start or attempt has ended, and
+        the process of the later one has not. Otherwise, if both are on the same machine, this process has ended if the
+        machine no longer has such a process.
         """
         if self.job and self.job == seen_by.job:
             if self.restart != seen_by.restart:
@@ -178,7 +178,7 @@ _lost: set[tuple[object, ...]] = set()
 
 @dataclass(frozen=True, slots=True)
 class LeaseLocation:
-    """Where the lease files of a directory are: their folder and the prefix of their names.
+    """Where the lease files of a directory are: the folder of these files, and the prefix of the file names.
 
     `subject` is the directory itself, for messages.
     """
@@ -203,11 +203,11 @@ class LeaseLocation:
         return self.folder / f"{self.prefix}{number:08d}"
 
     def newest(self) -> int:
-        """Returns the highest number of a lease; 0 if there is none."""
+        """Returns the highest number of a lease; 0 if there is no lease."""
         return max((number for number, partial in self._files().values() if not partial), default=0)
 
     def remove_older(self, number: int) -> None:
-        """Removes the files of leases before `number`, including partial ones of processes that were killed."""
+        """Removes the files of leases before `number`, including partial files of processes that were killed."""
         for path, (other, _) in self._files().items():
             if other < number:
                 with suppress(OSError):
@@ -223,7 +223,7 @@ class LeaseLocation:
 
 
 class InUseError(Exception):
-    """Another process has the lease. The text says which one, and what to do."""
+    """Another process has the lease. The text says which process, and what to do."""
 
 
 @final
@@ -252,10 +252,10 @@ class Lease:
     ) -> Lease:
         """Takes and returns the lease on `place`, whose folder must exist, unless another process holds it.
 
-        For a holder on this machine, or of another start of this Slurm job, it is known whether it still runs. Any
-        other holder is watched for `lost_after_s` seconds, to see whether it renews the lease; `say` is called
-        before with a line that says so. Raises InUseError if another process holds the lease, and OSError if the
-        directory cannot be written to.
+        For a holder on this machine, or of another start of this Slurm job, it is known whether the holder still runs.
+        Any other holder is watched for `lost_after_s` seconds, to see whether this holder renews the lease; before
+        that, `say` is called with a line that announces the wait. Raises InUseError if another process holds the lease,
+        and OSError if the directory cannot be written to.
         """
         holder = Holder.of_this_process(secrets.token_hex(8), environ=environ)
         watched: tuple[int, bytes] | None = None
@@ -304,7 +304,7 @@ class Lease:
     def check(self) -> None:
         """Raises InUseError if another process has taken the lease over.
 
-        This looks up two files. If somebody has deleted the file of this lease, it is created again.
+        This looks up two files. If somebody has deleted the file of this lease, the file is created again.
         """
         if self._own.exists() and not self._place.path(self._number + 1).exists():
             return
@@ -450,7 +450,7 @@ def take_lease(
 
 
 def check_lease(directory: Path, *, in_parent: bool = False) -> None:
-    """Raises InUseError if this process held the lease on `directory` and another one has taken it over."""
+    """Raises InUseError if this process held the lease on `directory` and another process has taken it over."""
     lease = _leases.get(_key(directory, in_parent=in_parent))
     if lease is not None:
         lease.check()

@@ -1,4 +1,4 @@
-"""Finds ranks, nodes and links that are slower than the others, and why: scores from step times, and a probe."""
+"""Finds ranks, nodes and links that are slower than most, and why: by scores from step times, and by a probe."""
 
 import lazy_loader
 

@@ -1,6 +1,6 @@
 """Measures the links between nodes, and the speed of each rank's memory and arithmetic.
 
-During a run, `LinkWatch` decides when the links are measured, and which links are named as slow.
+During a run, `LinkWatch` decides when links are measured, and which links are reported as slow.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def num_rounds(num_nodes: int) -> int:
 
 
 def chosen_rounds(num_nodes: int, *, at_most: int | None) -> Sequence[int]:
-    """Returns the indices of the rounds to measure: all, or `at_most` of them, evenly spread. Pure."""
+    """Returns the indices of the rounds to measure: all rounds, or `at_most` rounds, evenly spread. Pure."""
     total = num_rounds(num_nodes)
     if at_most is None or total <= at_most:
         return range(total)
@@ -250,7 +250,7 @@ def measure_ranks(world: World, *, device: torch.device) -> RankSpeeds:
     """Measures memory and arithmetic of every rank's device, on all ranks at the same time, as in training.
 
     Collective. The result is the median of a few trials: a rank that shares its core with another process is slow in
-    all of them. Each rank receives 16 bytes per rank.
+    all trials. Each rank receives 16 bytes per rank.
     """
     world.barrier()
     began = time.perf_counter()
@@ -291,9 +291,9 @@ class LinkWatch:
     """Decides during a run when to probe the links (`wants_probe`), and which links are slow (`probed`). Pure.
 
     A probe is a measurement of the links. A slow link delays the reduction on all ranks by the same time, so it does
-    not show in the work of any rank. It shows in the communication floor: the time for which even the last rank to
-    arrive waits for the reduction. When the floor has risen, a short probe finds out whether a link is slow, and which
-    one. A link is named when two consecutive probes have found it.
+    not show in the work of any rank. A slow link shows in the communication floor: the time for which even the last
+    rank to arrive waits for the reduction. When the floor has risen, a short probe finds out whether a link is slow,
+    and which link. A link is reported as slow when two consecutive probes have found it slow.
 
     before: links as measured at the start of the run; None: the probe in the first window measures them.
     """

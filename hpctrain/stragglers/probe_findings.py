@@ -48,7 +48,7 @@ class NodeLink:
     bytes_per_s: median bandwidth over the partner nodes.
     latency_s: median latency over the partner nodes, in seconds.
     slowest_partner: index of the partner node with the lowest bandwidth.
-    slowest_bytes_per_s: bandwidth between the node and that partner.
+    slowest_bytes_per_s: bandwidth between the node and its slowest partner.
     """
 
     bytes_per_s: float
@@ -73,7 +73,7 @@ class RankSpeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowPair:
-    """Two nodes between which messages are slower than between each of them and most other nodes."""
+    """Two nodes between which messages are slower than between each of the two and most other nodes."""
 
     nodes: tuple[int, int]
     bytes_per_s: float
@@ -84,8 +84,8 @@ class ProbeFinding:
     """Nodes or ranks that are slower than usual.
 
     quantity: the quantity that is worse than usual.
-    nodes: names of nodes. One: the link of this node is slow, or ranks on it; two: the link between them is slow; more:
-    the links of most nodes are slow.
+    nodes: names of nodes. One node: the link of this node is slow, or ranks on this node are slow. Two nodes: the link
+    between them is slow. More nodes: the links of most nodes are slow.
     ranks: all ranks on these nodes or, for memory and arithmetic, the slow ranks.
     value: measured value.
     usual: usual value: the median of the nodes or ranks or, if `before`, the value earlier in the run.
@@ -134,8 +134,9 @@ def slow_links(
 
     links: the link of each node.
     pairs: the slow pairs of nodes.
-    before: earlier measurement of the same nodes; None if there is none. If it is given, a link is also slow if its
-    bandwidth has dropped to less than half of the earlier value. With two nodes, no other criterion can be met.
+    before: earlier measurement of the same nodes; None if there is no earlier measurement. With `before`, a link is
+    also slow if its bandwidth has dropped to less than half of the earlier value. With two nodes, no other criterion
+    can be met.
     """
     rates = [link.bytes_per_s for link in links]
     latencies = [link.latency_s for link in links]
@@ -212,7 +213,7 @@ def document(
 ) -> dict[str, Any]:
     """Returns the JSON document of a probe, with one entry per node.
 
-    Its `slow_nodes` lists each node that is the only node of a finding, so that a run can leave these nodes out.
+    The entry `slow_nodes` lists each node that is the only node of a finding, so that a run can leave these nodes out.
 
     about: additional entries of the document, such as the time.
     """

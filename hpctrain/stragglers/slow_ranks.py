@@ -1,14 +1,14 @@
 """Finds slow ranks from the step times of all ranks in successive windows of steps. Pure.
 
 In synchronous training every rank's step takes as long as the slowest rank's own work, so step durations do not show
-which rank is slow. A rank's own work shows it: input, compute and other, which is everything before the rank waits for
-other ranks.
+which rank is slow. A rank's own work shows which rank is slow: input, compute and other, which is everything before the
+rank waits for other ranks.
 
 A rank stands out in a window if its own work exceeds the median of the ranks by at least the largest of three limits: a
 share of the step, several robust standard deviations between the ranks, and as many standard deviations of a rank from
-window to window. A rank is named as slow if it stands out in several consecutive windows. Their number is chosen so
-that chance alone names a rank once in a hundred days, at the rate at which ranks have stood out in this run so far. The
-rank is no longer slow if its excess is below half of the limit in several consecutive windows.
+window to window. A rank is reported as slow if it stands out in several consecutive windows. The number of windows is
+chosen so that a rank is reported by chance alone once in a hundred days, at the rate at which ranks have stood out in
+this run so far. The rank is no longer slow if its excess is below half of the limit in several consecutive windows.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Slow:
     """Slow ranks of one node, or slow links between nodes.
 
     ranks: the slow ranks; for the network, all ranks on `nodes`.
-    nodes: names of the nodes. For the network, one: its link to the other nodes; two: the link between them; more: most
-    nodes.
+    nodes: names of the nodes. For the network, one node: the link of this node to the other nodes; two nodes: the link
+    between the two; more nodes: the links of most nodes.
     cause: the probable cause.
     value: seconds per step that the cause takes on these ranks; for checkpoints, seconds per save; for the network,
     bytes per second.
@@ -220,7 +220,7 @@ LEAST_SAVE_EXCESS_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRankLimits:
-    """Limits for naming slow ranks.
+    """Limits for reporting ranks as slow.
 
     min_excess: smallest excess of a rank's own work over the median of the ranks, as a fraction of the step.
     windows: smallest number of consecutive windows in which a rank must stand out.
@@ -233,7 +233,7 @@ class SlowRankLimits:
 def lower_median(values: Numbers) -> Numbers:
     """Returns the median along the first axis; for an even number of values, the lower of the two middle values.
 
-    So with two ranks, the time of the faster rank is the usual one.
+    So with two ranks, the time of the faster rank is the usual time.
     """
     middle: Numbers = np.partition(values, (len(values) - 1) // 2, axis=0)[(len(values) - 1) // 2]
     return middle
@@ -260,11 +260,11 @@ def deviations_for(num_ranks: int) -> float:
 
 
 def streak_needed(*, num_out: int, num_seen: int, num_ranks: int, per_day: float) -> int:
-    """Returns the number of consecutive windows in which a rank must stand out so that chance does not name it.
+    """Returns the number of consecutive windows in which a rank must stand out to be reported as slow.
 
-    Each window counts once per rank. The probability that a rank stands out in a window by chance is estimated from the
-    counts, to which a few windows are added of which one in twenty stood out. A streak of k windows has the k-th power
-    of this probability.
+    The number is large enough that chance alone hardly ever reports a rank. Each window counts once per rank. The
+    probability that a rank stands out in a window by chance is estimated from the counts, to which a few windows are
+    added of which one in twenty stood out. A streak of k windows has the k-th power of this probability.
 
     num_out: number of windows in which a rank stood out by chance, added up over the ranks.
     num_seen: number of all windows, added up over the ranks.
@@ -317,7 +317,7 @@ class _Streaks:
 
 @final
 class SlowRanks:
-    """Names slow ranks: when they become slow, and when they are no longer slow."""
+    """Finds slow ranks: reports when ranks become slow, and when they are no longer slow."""
 
     def __init__(self, topology: Topology, *, limits: SlowRankLimits = SlowRankLimits()) -> None:
         num = topology.num_ranks

@@ -1,15 +1,15 @@
 """The failure classifier: pure functions that conclude from the evidence on an attempt's end why it ended.
 
 Certain evidence is judged first: a normal end, a requested stop, nodes that do not answer. Next are lines that name an
-exhausted resource (memory, disk). Next is the rank that failed first: a rank whose own message says that it ends the
-run, a rank that a signal has ended, or a rank that has exited with an error code.
+exhausted resource (memory, disk). Next is the rank that failed first: a rank that says in its own message that it ends
+the run, a rank that a signal has ended, or a rank that has exited with an error code.
 
 The launcher ends all other ranks after such a failure, and its messages also name these ranks. A line of srun with
 `Killed` names a rank that failed. A line with `Terminated`, and any line after the announcement that the step ends,
 names ranks that did not fail.
 
-The kernel's counter of processes that it has ended because memory ran out is used only to explain why a rank was
-killed, since it also counts processes of other jobs on the node.
+The kernel counts the processes that it has ended because memory ran out. This counter is used only to explain why a
+rank was killed, since it also counts processes of other jobs on the node.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Diagnosis:
 
     cause: why the attempt ended.
     reason: one line for the user, in most cases the line of the log on which the diagnosis is based.
-    nodes: names of the nodes to which the failure is attributed; empty if it is not tied to nodes.
-    error: text by which the same error is recognized in a later attempt. It is "" if the cause is not an error of the
+    nodes: names of the nodes to which the failure is attributed; empty if the failure is not tied to nodes.
+    error: text by which the same error is recognized in a later attempt; "" if the cause is not an error of the
     program, its data or its files, or if the error need not occur again.
     """
 
@@ -209,19 +209,19 @@ _CAUSE_OF_CODE: dict[int, AttemptEnd] = {  # of other codes: USER_ERROR
 class Evidence:
     """What is known about the end of an attempt. Times are in seconds since 1970.
 
-    exit_code: exit code of mpirun or srun, 128 + n for signal n; None if it is unknown, because the supervisor was
-    ended together with the attempt.
+    exit_code: exit code of mpirun or srun, 128 + n for signal n; None if unknown, because the supervisor was ended
+    together with the attempt.
     lines: lines that the launcher and the ranks printed to stderr, in order; then the end that a rank announced in
     watch/ending.json, if any, as a line.
     failure: the rank that failed first, as `hpctrain launch` has found; used if Hydra (MPICH, Intel MPI) does not name
-    it.
+    this rank.
     ended: end of the attempt.
-    time_limit: end of the job by its time limit; None if it has no limit, or the limit is unknown.
+    time_limit: end of the job by the job's time limit; None if the job has no limit, or the limit is unknown.
     signals: names of the signals that asked the supervisor to stop, in order.
     nodes: nodes of the attempt, in Slurm's order.
     silent_nodes: nodes that no longer answer.
     answering_nodes: nodes that answered after the end of the attempt.
-    oom_nodes: nodes whose kernel ended processes during the attempt because memory ran out.
+    oom_nodes: nodes on which the kernel ended processes during the attempt because memory ran out.
     overdue_s: limit in seconds, counted from the launch, at which the attempt was ended because training had not
     started; None if the attempt was not ended for this reason.
     preempted: True if Slurm reports that it has preempted the job.

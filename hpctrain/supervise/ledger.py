@@ -1,6 +1,6 @@
 """The ledger of attempts: one JSON line per start of the ranks by `hpctrain supervise`, in the file `attempts.jsonl`.
 
-Only the supervisor writes this file. It replaces the whole file each time, so that readers never see half a line; this
+Only the supervisor writes this file. Each time the whole file is replaced, so that readers never see half a line; this
 costs little, since a run has few attempts. `docs/metrics.md` describes the fields. `RunProgress` reads from the run
 directory how far an attempt has come.
 """
@@ -35,15 +35,15 @@ class Attempt:
     nodes: names of the nodes.
     ranks: number of ranks.
     began: start of the launcher.
-    training_began: start of training; None if it never started.
-    lost_at: first sign that a rank or node was lost; None if there was none before the end.
-    ended: end of the attempt; None if the attempt still runs, or if its supervisor was ended together with it.
+    training_began: start of training; None if training never started.
+    lost_at: first sign that a rank or node was lost; None if there was no such sign before the end.
+    ended: end of the attempt; None if the attempt still runs, or if the supervisor was ended together with the attempt.
     first_step: number of steps done before training started; None if training never started.
     last_step: last step that was recorded.
     checkpoint_step: step from which the next attempt continued. Until training starts again, this is an estimate: the
     step of the newest checkpoint in the shared folder at the end.
-    steps_gained, steps_lost: number of this attempt's steps before and after `checkpoint_step`: those that the next
-    attempt builds on, and those that it has to repeat.
+    steps_gained, steps_lost: number of this attempt's steps before and after `checkpoint_step`: the steps on which the
+    next attempt builds, and the steps that the next attempt has to repeat.
     time_limit: end of the allocation by its time limit; None if unknown or unlimited.
     exit_code, cause, reason: how and why the attempt ended, see `Evidence` and `Diagnosis`.
     blamed: nodes to which the failure is attributed.
@@ -159,8 +159,8 @@ def effective_time(attempts: Sequence[Attempt]) -> EffectiveTime:
     """Returns how much of the attempts' time advanced the run. Attempts that still run are left out. A pure function.
 
     Of the training time of an attempt, the fraction gained / (gained + lost) is effective, where `gained` and `lost`
-    are its steps gained and lost. Start-up, failures and the time between attempts in one allocation count as wall
-    time; the time in which a job waits in the queue does not.
+    are the attempt's `steps_gained` and `steps_lost`. Start-up, failures and the time between attempts in one
+    allocation count as wall time; the time in which a job waits in the queue does not.
     """
     wall_s = effective_s = 0.0
     previous: Attempt | None = None
@@ -205,14 +205,14 @@ class RunProgress:
 
     @classmethod
     def of_all(cls, directory: Path, *, checkpoints: Path) -> RunProgress:
-        """Returns the progress of an attempt that has ended. It includes everything that the directory records."""
+        """Returns the progress of an attempt that has ended, from everything that the directory records."""
         progress = cls(directory, checkpoints=checkpoints)
         for content in (progress._starts, progress._steps, progress._ending):
             content.forget()
         return progress
 
     def first_step(self) -> int | None:
-        """Returns the step from which training started: 0, or the step of a checkpoint. None if it has not started."""
+        """Returns the step from which training started: 0, or the step of a checkpoint. None before that."""
         found = _START.findall(self._starts.read(_MAX_BYTES))
         return int(found[-1]) if found else None
 
@@ -228,7 +228,7 @@ class RunProgress:
         return None
 
     def newest_checkpoint(self) -> int | None:
-        """Returns the step of the newest finished checkpoint in the shared folder; None if there is none."""
+        """Returns the step of the newest finished checkpoint in the shared folder; None if there is no checkpoint."""
         try:
             paths = finished_newest_first(self._checkpoints)
         except CheckpointError:
@@ -236,7 +236,7 @@ class RunProgress:
         return step_of(paths[0]) if paths else None
 
     def announced_ending(self) -> str | None:
-        """Returns the reason that a rank announced for the end of the run (`watch/ending.json`); None if none did."""
+        """Returns the reason that a rank announced for the end of the run (`watch/ending.json`); else None."""
         try:
             ending = json.loads(self._ending.read(_TAIL_BYTES))
             return f"hpctrain: rank {ending['rank']} on {ending['host']} ends the run: {ending['reason']}"
@@ -319,7 +319,7 @@ def record_end(
 
 
 def close_open_attempt(ledger: Ledger, *, directory: Path, checkpoints: Path) -> None:
-    """Completes the record of the last attempt, if its supervisor was ended together with it."""
+    """Completes the record of the last attempt, if the supervisor was ended together with the attempt."""
     if not ledger.attempts or ledger.attempts[-1].ended is not None:
         return
     attempt = ledger.attempts[-1]

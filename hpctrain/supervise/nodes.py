@@ -1,4 +1,4 @@
-"""The nodes of a supervised run: which it may use, how they are checked before a start and watched during a run."""
+"""The nodes of a supervised run: which nodes it may use, and how nodes are checked before a start and watched later."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _USUAL_SLURMD_PORT = 6818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The nodes that a run may use: those of the Slurm allocation, or this machine.
+    """The nodes that a run may use: the nodes of the Slurm allocation, or this machine.
 
     job: id of the Slurm job as scontrol names it (`12`, or `12_3` for task 3 of an array); outside Slurm, a name for
     this process.
@@ -97,9 +97,9 @@ def nodes_now(allocation: Allocation) -> tuple[str, ...]:
 
 
 def was_preempted(allocation: Allocation) -> bool:
-    """Returns True if Slurm reports that it has preempted the job in this allocation.
+    """Returns True if Slurm reports a preemption of the job in this allocation.
 
-    Slurm must be asked, since the SIGTERM that it sends at a preemption gives no reason. Returns False if the
+    Slurm must be asked, since the SIGTERM that Slurm sends at a preemption gives no reason. Returns False if the
     controller does not answer.
     """
     return allocation.in_slurm and read_job(_scontrol("show", "job", "--oneliner", allocation.job)).preempted
@@ -209,8 +209,8 @@ class Checks:
     mark: value of MARK_VARIABLE in this supervisor's ranks.
     run_directory: directory that must be writable.
     paths: paths that must exist.
-    script: the site's own check, which must exit with 0; None for none.
-    timeout_s: seconds within which a node must answer; a node that does not is not used.
+    script: the site's own check, which must exit with 0; None if the site has no check.
+    timeout_s: seconds within which a node must answer; a node that does not answer in time is not used.
     """
 
     mark: str
@@ -226,8 +226,8 @@ class Survey:
 
     usable: nodes that passed the check, in Slurm's order.
     unusable: for each other node, why it is not used.
-    silent: those nodes of `unusable` that do not answer.
-    oom_kills: for each usable node, how many processes its kernel has ended because memory ran out, since it was
+    silent: the nodes of `unusable` that do not answer.
+    oom_kills: for each usable node, how many processes the kernel has ended because memory ran out, since the node was
     booted.
     """
 
@@ -305,7 +305,7 @@ _END_SERVERS_WITHIN_S = 5.0
 def end_fork_servers(
     key: str, nodes: Sequence[str], *, allocation: Allocation, environ: Mapping[str, str]
 ) -> None:
-    """Ends the fork servers with this key on the nodes, which would wait for another launch for up to two minutes."""
+    """Ends the fork servers with this key on the nodes. They would wait up to two minutes for another launch."""
     argv = ["sh", "-c", _END_SERVERS, "sh", key]
     _run_on_nodes(argv, nodes, allocation=allocation, environ=environ, timeout_s=_END_SERVERS_WITHIN_S)
 
@@ -390,10 +390,10 @@ class NodeWatch:
     second method looks at srun's connections: on each node, the daemon of the step (slurmstepd) has a connection to
     srun for the ranks' output. If a connection is gone, either the ranks on that node have ended, or all processes of
     the node are gone. In the first case slurmd still answers on the node. slurmd is asked only if a connection is gone,
-    since it logs each request.
+    since slurmd logs each request.
 
-    These methods find a lost node long before Slurm reports it. srun itself neither ends nor prints anything if all
-    processes of a node are killed or its link is cut (Slurm 22.05).
+    Both methods find a lost node long before Slurm reports the loss. srun itself neither ends nor prints anything if
+    all processes of a node are killed or the node's link is cut (Slurm 22.05).
 
     addresses: addresses of each node, by name.
     """
@@ -446,8 +446,8 @@ class NodeWatch:
     def note_connections(self, connected: Sequence[str], *, asked: float) -> list[str]:
         """Records that the nodes in `connected` were connected to srun at the time `asked` (seconds since 1970).
 
-        Returns the nodes that were connected before and no longer are, except nodes whose ranks are known to have
-        ended.
+        Returns the nodes that were connected before and are no longer connected, except nodes whose ranks are known to
+        have ended.
         """
         for node in connected:
             self._connected[node] = asked

@@ -28,8 +28,8 @@ class RestartLimits:
 
     max_restarts: largest number of restarts in one allocation.
     node_budget: number of failures attributed to a node after which the node is excluded.
-    exclude_for_s: seconds for which such a node is excluded, counted from its last failure. Failures longer ago than
-    this do not count.
+    exclude_for_s: seconds for which such a node is excluded, counted from the node's last failure. Failures longer ago
+    than `exclude_for_s` do not count.
     max_without_progress: number of consecutive restarts without a newer checkpoint after which the run is given up.
     min_nodes: smallest number of nodes to train on.
     """
@@ -106,8 +106,8 @@ def decide(attempts: Sequence[Attempt], *, limits: RestartLimits) -> Decision:
 def needs_smaller_micro_batches(attempt: Attempt) -> bool:
     """Returns True if the attempt ran out of memory although its micro-batches could still be divided.
 
-    This happens if the kernel kills a rank, so that the rank gets no error that it could handle. Exit code 8 means that
-    dividing the micro-batches does not help.
+    This happens if the kernel kills a rank: the rank then gets no error, and cannot divide its micro-batches. Exit code
+    8 means that dividing the micro-batches does not help.
     """
     return attempt.cause is AttemptEnd.OUT_OF_MEMORY and attempt.exit_code != ExitCode.OUT_OF_MEMORY
 

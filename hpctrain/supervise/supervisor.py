@@ -101,18 +101,18 @@ _GRACE_AFTER_SIGNAL_S = 0.5
 class AttemptWatch:
     """An `Observer` that follows one attempt.
 
-    It records the start of training and the first loss of a rank or node, and asks the launcher to end the attempt
-    after a loss, or if training does not start.
+    The watch records the start of training and the first loss of a rank or node, and asks the launcher to end the
+    attempt after a loss, or if training does not start.
 
     start_within_s: seconds within which training must start; None for no limit.
     kill_after_s: see `EndRequest`.
     training_begins: function that is called once, with the step from which training starts and the time (seconds since
     1970).
 
-    lost_at: time of the first sign that a rank or node was lost, in seconds since 1970; None if there was none.
+    lost_at: time of the first sign that a rank or node was lost, in seconds since 1970; None if there was no such sign.
     silent_nodes: nodes that no longer answered.
-    overdue: True if training has not started in time. The ranks are then ended, and what they print from then on is
-    ignored.
+    overdue: True if training has not started in time. The ranks are then ended, and output that they print from then on
+    is ignored.
     """
 
     def __init__(
@@ -257,8 +257,8 @@ class Supervisor:
     def run(self) -> int:
         """Runs attempts, and returns the exit code of the command.
 
-        The exit code is 0 if the run is finished, 75 if the job is to be queued again, and that of the ranks if the
-        user has stopped them. Raises GivenUp if a restart would not help.
+        The exit code is 0 if the run is finished, and 75 if the job is to be queued again. If the user has stopped the
+        ranks, their exit code is returned. Raises GivenUp if a restart would not help.
         """
         self._run.directory.mkdir(parents=True, exist_ok=True)
         close_open_attempt(self._ledger, directory=self._run.directory, checkpoints=self._run.checkpoints)

@@ -27,7 +27,7 @@ class EnergyCounter(Protocol):
     covers: str
 
     def read_j(self) -> float:
-        """Returns the joules since the counter was opened. Raises OSError or ValueError if it cannot be read now."""
+        """Returns the joules since the counter was opened. Raises OSError or ValueError if reading fails now."""
         ...
 
     def devices(self) -> Sequence[Mapping[str, float | int | None]]:
@@ -40,7 +40,8 @@ class Increase:
     """Sums the increases of a counter since its first value, even if the counter restarts at 0.
 
     wraps_after: the largest value of the counter, after which it continues at 0. None: the counter does not wrap; if a
-    value is smaller than the previous one, the counter was reset, and its increase before the reset is not counted.
+    value is smaller than the previous value, the counter was reset, and the increase between the previous value and the
+    reset is not counted.
     """
 
     def __init__(self, first: int, *, wraps_after: int | None = None) -> None:
@@ -72,7 +73,7 @@ class CrayCounter:
     """The counter `/sys/cray/pm_counters/energy`, updated ten times per second.
 
     The file has a line such as `5461213 J 1398360352187765 us`. root: the directory that contains `sys`. Raises OSError
-    or ValueError if it cannot be read.
+    or ValueError if the file cannot be read.
     """
 
     source = "Cray pm_counters"
@@ -103,7 +104,7 @@ class NvmlCounter:
     """The energy counters of all GPUs that the driver shows to this process.
 
     In a job whose devices Slurm confines, these are the GPUs of the job. Raises OSError if nvidia-ml-py is not
-    installed, if there is no driver or GPU, or if a GPU does not count its energy (older than Volta).
+    installed, if there is no driver or GPU, or if a GPU does not count energy (older than Volta).
     """
 
     source = "NVML"
@@ -173,7 +174,7 @@ class RaplCounter:
     `max_energy_range_uj`; for a processor of 250 W this happens every 17 minutes.
 
     root: the directory that contains `sys`. Raises OSError or ValueError if there is no zone or a zone cannot be read.
-    Since Linux 5.10 only the user root may read zones, unless the site allows it for others.
+    Since Linux 5.10 only the user root may read zones, unless the site gives other users access.
     """
 
     source = "RAPL"
@@ -226,7 +227,8 @@ def open_counters(root: Path = Path("/")) -> list[EnergyCounter]:
 def total_j(joules: Mapping[str, float]) -> float:
     """Returns the energy of a node from its energies by source.
 
-    This is the value of the counter of the whole node if there is one, since it includes the others; else the sum.
+    If a counter measures the whole node, its value is the result, since it includes the energy of all other counters.
+    Otherwise the result is the sum.
     """
     whole = joules.get(CrayCounter.source)
     return sum(joules.values()) if whole is None else whole
@@ -254,7 +256,7 @@ class EnergyMeter:
         self._thread.start()
 
     def take(self) -> list[dict[str, Any]]:
-        """Returns the records of the readings since the last call. Their fields are described in docs/metrics.md."""
+        """Returns the records of the readings since the last call, with the fields that docs/metrics.md describes."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:

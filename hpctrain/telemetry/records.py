@@ -43,12 +43,13 @@ class RecordWriter:
     """Appends records to the file `path`, whose folder must exist.
 
     Records of steps are collected for `every_s` seconds and written together, since each write may be a request to a
-    server that thousands of ranks share. Any other record is written at once, together with the records collected
-    before. A killed process thus loses the steps of at most `every_s` seconds. A record of a step must not be changed
+    server that thousands of ranks share. Any other record is written at once, together with the step records collected
+    so far. A killed process thus loses the steps of at most `every_s` seconds. A record of a step must not be changed
     after it was passed.
 
     kinds: the kinds of records to write; the file is created when the first such record is written. None: all kinds are
-    written, and the file is created at once. sinks: objects that receive every record, also those that are not written.
+    written, and the file is created at once. sinks: objects that receive every record, also records that are not
+    written.
 
     After a resume, a step that the killed run had recorded after its last checkpoint is in the file twice; the later
     record counts.

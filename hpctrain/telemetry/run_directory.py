@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 @final
 class RunDirectory:
-    """The files of one run directory. Each call reads its file again.
+    """The files of one run directory. Each call reads the file again.
 
     Args:
         error: The class of the errors that are raised for files that cannot be read.
@@ -37,7 +37,7 @@ class RunDirectory:
         return found
 
     def starts(self) -> list[Document]:
-        """Returns the lines of starts.jsonl, oldest first; none if training has never begun."""
+        """Returns the lines of starts.jsonl, oldest first; empty if training has never begun."""
         path = self.path / "starts.jsonl"
         try:
             return list(read_records(path))
@@ -55,7 +55,7 @@ class RunDirectory:
         return self.document(self.summary_path.name)
 
     def document(self, name: str) -> Document | None:
-        """Returns the JSON object in the file `name`; None if there is no such file or it contains no object."""
+        """Returns the JSON object in the file `name`; None if there is no such file, or no object in the file."""
         path = self.path / name
         try:
             found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Sinks, which receive a run's records in addition to its own files."""
+"""Sinks: objects that receive a run's records, besides the run's own files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Sink(Protocol):
     def receive(self, record: Record) -> None:
         """Takes a record within some microseconds. Longer work belongs on a thread of the sink.
 
-        If it raises an Exception, the sink is closed and gets no more records.
+        If `receive` raises an Exception, the sink is closed and gets no more records.
         """
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Sinks:
     def open(self, name: str, make: Callable[[], Sink]) -> None:
         """Adds the sink that `make` returns.
 
-        If `make` raises an Exception, it is reported and the run continues without the sink.
+        If `make` raises an Exception, the exception is reported and the run continues without the sink.
 
         name: the name of the sink, for the warning.
         """
@@ -105,7 +105,7 @@ _OF_STEPS = ("loss", "lr", "grad_norm", "loss_scale")
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record by name, such as `loss` and `seconds/compute`; {} if it has none.
+    """Returns the numbers of a record by name, such as `loss` and `seconds/compute`; {} if there are no numbers.
 
     record: a record of docs/metrics.md, read from a file or not yet written. All values become float; in files, the
     text "nan", "inf" or "-inf" stands for a number that is not finite.
@@ -141,7 +141,7 @@ class TensorBoardSink:
     """Writes an event file into `folder`, on its own thread. Only rank 0 needs this sink.
 
     A record `begins` or `roll_back` makes earlier events of the steps that are trained again obsolete; TensorBoard
-    hides them. Raises ImportError if tensorboard is not installed, OSError if the file cannot be created.
+    hides obsolete events. Raises ImportError if tensorboard is not installed, OSError if the file cannot be created.
     """
 
     name = "file for TensorBoard"

@@ -30,8 +30,9 @@ class StepPart:
             only a comparison of the ranks can tell them apart.
         letter: The letter that stands for the part in the terminal.
         style: The style of that letter, in the notation of the library rich.
-        measured: True if `StepClock` measures the part on the main thread. Other parts are computed from measured ones.
-        optional: True if the records of some runs or of earlier versions lack the part. Its time is then 0.
+        measured: True if `StepClock` measures the part on the main thread. Other parts are computed from measured
+            parts.
+        optional: True if the records of some runs or of earlier versions lack the part. The time of the part is then 0.
         note: An explanation for the help text of a metric.
     """
 
@@ -99,13 +100,14 @@ Observer = Callable[[str, float, float], object]
 class StepClock:
     """Sums seconds by name from one `lap` to the next.
 
-    The times of the names in `CLOCK_KEYS` do not overlap, since all of them are on the main thread. Together with
-    `other`, the rest, they add up to `step`.
+    The times of the names in `CLOCK_KEYS` do not overlap, since all of these times are on the main thread. Together
+    with `other`, the rest, they add up to `step`.
 
-    The times of other names overlap these. `hidden_sync` is the part of `compute` during which a reduction ran.
-    `after_sync` is the time from the end of the reduction to the end of the step. `sync` is the total time of the
-    reduction, on any thread. `device_compute` is the time of the GPU, measured by events. `own_write` is the time in
-    which this rank wrote its part of a checkpoint, on any thread, in the step in which the checkpoint was committed.
+    The times of other names overlap the times of `CLOCK_KEYS`. `hidden_sync` is the part of `compute` during which a
+    reduction ran. `after_sync` is the time from the end of the reduction to the end of the step. `sync` is the total
+    time of the reduction, on any thread. `device_compute` is the time of the GPU, measured by events. `own_write` is
+    the time in which this rank wrote its part of a checkpoint, on any thread, in the step in which the checkpoint was
+    committed.
 
     observer: a function that is called for each span of a name in `CLOCK_KEYS`; None: no function.
     """
@@ -154,7 +156,7 @@ class StepClock:
         seconds = self._seconds
         step = now - self._lap_started
         # Clocks read one after another may differ by some ns from their sum.
-        seconds["other"] = max(0.0, step - sum(seconds[name] for name in CLOCK_KEYS))
+        seconds["other"] = max(0.0, step - sum([seconds[name] for name in CLOCK_KEYS]))
         seconds["step"] = step
         seconds["after_sync"] = now - self._sync_ended if self._sync_ended is not None else 0.0
         self._seconds = dict.fromkeys(CLOCK_KEYS, 0.0)

@@ -1,7 +1,7 @@
 """Test classes that check an implementation of a backend, codec, bucket reducer, updater or checkpoint engine.
 
-Write a test class that inherits from one of these classes, and set or implement what its docstring requires. pytest
-collects the inherited tests:
+Write a test class that inherits from one of these classes, and set or implement what the docstring of that class
+requires. pytest collects the inherited tests:
 
     from hpctrain.testing import CodecContract
 

@@ -28,7 +28,7 @@ class CollectiveContract(OnRanks):
             function: A function that takes the `World` of a rank.
 
         Returns:
-            The results of the function, by rank. They are JSON values.
+            The results of the function, by rank, which are JSON values.
         """
         raise NotImplementedError
 

@@ -55,7 +55,7 @@ def lengths(num_ranks: int) -> Sequence[int]:
 
 
 def values_of(rank: int, *, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of small integers that differ between ranks. Their sums are exact in every dtype."""
+    """Returns a tensor of small integers that differ between ranks. Sums of these integers are exact in every dtype."""
     return ((torch.arange(length) * (rank + 1) + rank) % 7).to(dtype)
 
 

@@ -29,7 +29,7 @@ class EngineContract(OnRanks):
 
     @pytest.mark.parametrize("files", [1, 2])
     def test_every_byte_is_read_back(self, tmp_path: Path, num_ranks: int, files: int) -> None:
-        """Saves whole, sharded and empty tensors, saves the same step again with other values, and reads these."""
+        """Saves whole, sharded and empty tensors, saves the same step with other values, and reads the new values."""
         files = min(files, num_ranks)
 
         def rank_main(world: World) -> str:

@@ -127,7 +127,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], i
 
 
 def some_values(numel: int, *, dtype: torch.dtype, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
-    """Returns random values, shape (numel,). They are normally distributed, with another scale in each block.
+    """Returns normally distributed random values, shape (numel,), with another scale in each block.
 
     spread: standard deviation of the logarithm of the scales.
     """
@@ -275,7 +275,7 @@ class DistributedOptimizerContract(OnRanks):
             assert all(parameter.isfinite().all() for parameter in found["parameters"])
 
     def test_a_step_that_is_not_accepted_leaves_everything_as_it_was(self, num_ranks: int) -> None:
-        """Also tests a rank whose backward fails half-way, and which calls `step` with the gradients that it has."""
+        """Also tests a rank whose backward fails half-way. It calls `step` with the gradients computed so far."""
         plain = run_threads(num_ranks, lambda world: self._train(world))
         for fails in (False, True):
             dropped = run_threads(num_ranks, partial(self._train, drop_before=3, fails=fails))

@@ -1,4 +1,4 @@
-"""Follows a run directory. Each refresh reads only what was written since the previous one."""
+"""Follows a run directory. Each refresh reads only what was written since the previous refresh."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class AppendedRecords:
     def read(self) -> list[dict[str, Any]]:
         """Returns the complete lines that were appended since the last call, or all lines if the file was replaced.
 
-        If these have more than `max_bytes` bytes, only the lines in the last `max_bytes` are returned. Returns [] if
-        the file does not exist. Raises OSError.
+        If these lines have more than `max_bytes` bytes, only the lines in the last `max_bytes` are returned. Returns []
+        if the file does not exist. Raises OSError.
         """
         try:
             with self._path.open("rb") as file:
@@ -72,7 +72,7 @@ class SmallFile:
         self.modified = 0.0
 
     def refresh(self) -> bool:
-        """Reads the file if it has changed since the last call. Returns True if it has. Raises OSError."""
+        """Reads the file if it has changed since the last call. Returns True for a changed file. Raises OSError."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -87,7 +87,7 @@ class SmallFile:
         return True
 
     def json(self) -> dict[str, Any] | None:
-        """Returns the JSON object in the file; None if it contains none."""
+        """Returns the JSON object in the file; None if the file contains no object."""
         return None if self.content is None else _object(self.content)
 
 
@@ -119,8 +119,8 @@ _RECORDS = re.compile(r"rank-(\d+)\.jsonl")
 class RunFollower:
     """Follows one run.
 
-    A refresh opens one file per followed rank and seven other files, and reads only what is new. It lists the folder of
-    the checkpoints only if that folder has changed. Raises UsageError if the directory is not a run directory.
+    A refresh opens one file per followed rank and seven other files, and reads only what is new. The folder of the
+    checkpoints is listed only if that folder has changed. Raises UsageError if the directory is not a run directory.
     """
 
     def __init__(self, directory: Path) -> None:

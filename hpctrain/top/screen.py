@@ -43,7 +43,7 @@ def draw(state: RunState, *, width: int, ascii_only: bool = False) -> Group:
 def sparkline(values: Sequence[float], *, width: int, ascii_only: bool = False) -> str:
     """Returns the values as a curve of at most `width` characters.
 
-    Each character shows the mean of adjacent values, or is "!" if none of these is finite.
+    Each character shows the mean of adjacent values, or is "!" if no adjacent value is finite.
     """
     levels = _ASCII_LEVELS if ascii_only else _LEVELS
     count = min(width, len(values))

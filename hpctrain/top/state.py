@@ -66,12 +66,12 @@ class RunHistory:
     Of a step that was repeated after a roll-back or resume, only the later record is kept.
 
     Attributes:
-        start: The newest line of starts.jsonl; None before the first.
+        start: The newest line of starts.jsonl; None before the first line.
         steps: For each rank, its last WINDOW_STEPS steps of the newest start.
-        losses: Pairs (step, loss) of rank 0, including those of earlier starts.
+        losses: Pairs (step, loss) of rank 0, including pairs of earlier starts.
         incidents: The newest incidents, oldest first.
-        efficiency: The newest record `efficiency` of the newest start; None before the first.
-        evaluation: The newest record `evaluation`; None before the first.
+        efficiency: The newest record `efficiency` of the newest start; None before the first record.
+        evaluation: The newest record `evaluation`; None before the first record.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class RankTime:
     """The time that a rank takes for a step.
 
     own_s: seconds per step without waits for communication or for other pipeline stages, as the mean over the steps.
-    factor: `own_s` divided by its median over the ranks.
+    factor: `own_s` divided by the median of `own_s` over the ranks.
     """
 
     rank: int
@@ -179,7 +179,7 @@ class RunState:
         parts: The shares of a step's parts, by the names in `PART_NAMES`.
         parts_of: A text that says from which steps and ranks `parts` is computed.
         num_followed: The number of ranks whose records are read.
-        slowest: The slowest of these ranks, the slowest first.
+        slowest: The slowest of the followed ranks, the slowest first.
     """
 
     name: str

@@ -57,9 +57,9 @@ class StragglerWatch:
 
     Args:
         window_s: The shortest duration of a window, in seconds.
-        limits: The limits for naming slow ranks.
+        limits: The limits for reporting ranks as slow.
         probes: True to measure the links when communication has become slow.
-        before: The links as measured at the start of the run; None if they were not measured.
+        before: The links as measured at the start of the run; None if links were not measured.
         directory: The run directory. Its file `slow.json` lists what is slow now.
     """
 
@@ -97,7 +97,7 @@ class StragglerWatch:
     def votes(self) -> dict[str, float]:
         """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
 
-        They are 0 on all ranks except rank 0.
+        The numbers are 0 on all ranks except rank 0.
         """
         if self._world.rank != 0:
             return {WINDOW_ENDS: 0.0, "probe_links": 0.0}
@@ -110,7 +110,7 @@ class StragglerWatch:
     def after_step(
         self, step: int, seconds: Mapping[str, float], *, samples: int, sums: Mapping[str, float]
     ) -> None:
-        """Adds a step of this rank. Compares the ranks if rank 0 has announced it. Collective.
+        """Adds a step of this rank. Compares the ranks if rank 0 has announced a comparison. Collective.
 
         seconds: the seconds of the step, by name.
         samples: the number of this rank's samples.
@@ -234,7 +234,8 @@ class DataFaults:
     def describe(self, batch: Batch) -> str:
         """Returns a text that names the fields and samples, on all ranks, that are not finite. Collective.
 
-        The text is empty if all samples are finite. A sample is named by its index in the dataset, if that is known.
+        The text is empty if all samples are finite. A sample is named by its index in the dataset, if the index is
+        known.
 
         batch: this rank's part of the global batch.
         """
@@ -306,10 +307,10 @@ class _Sums:
 class EfficiencyWatch:
     """Adds up how all ranks spend their time, per window of steps and over all steps since the start (`total`).
 
-    In each step, it only stores this rank's times. One of them is the arrival at the reduction: the rank's own time and
-    bubbles (waits of pipeline stages) since the reduction before. At the end of a window, two small all-reduces find
-    the latest arrival of all ranks in each step, a maximum, and the sums of all other times. The result is exact for
-    any number of ranks, without records of each rank's steps. Rank 0 writes it.
+    In each step, only this rank's times are stored. One of these times is the arrival at the reduction: the rank's own
+    time and bubbles (waits of pipeline stages) since the previous reduction. At the end of a window, two small
+    all-reduces find the latest arrival of all ranks in each step, a maximum, and the sums of all other times. The
+    result is exact for any number of ranks, without records of each rank's steps. Rank 0 writes the result.
 
     total: the efficiencies over all steps since the start; None before the first window has ended.
     """
@@ -384,7 +385,7 @@ class StepTracer:
     The clocks of the nodes are compared before and after each range of steps.
 
     steps: ascending ranges of steps to trace.
-    directory: the run directory. Each range gets a folder there, with one file per rank.
+    directory: the run directory. Each range gets a folder in the run directory, with one file per rank.
     say: function that prints a line for the user, on rank 0.
     """
 

@@ -33,6 +33,13 @@ def root_mesh() -> object:
     return getattr(meshes.DeviceMesh, "_get_root_mesh", None) or meshes._mesh_resources.get_root_mesh
 
 
+def scheduled_step() -> Any:
+    """The method that a learning rate scheduler puts in place of an optimizer's step."""
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer.step
+
+
 # Where each is.
 NAMES: dict[str, Callable[[], object]] = {
     "_BatchNorm": lambda: module("torch.nn.modules.batchnorm")._BatchNorm,
@@ -52,11 +59,16 @@ NAMES: dict[str, Callable[[], object]] = {
     "_foreach_lerp_": lambda: torch._foreach_lerp_,
     "_foreach_mul_": lambda: torch._foreach_mul_,
     "_get_root_mesh": root_mesh,
+    "_global_optimizer_post_hooks": lambda: module("torch.optim.optimizer")._global_optimizer_post_hooks.values,
+    "_global_optimizer_pre_hooks": lambda: module("torch.optim.optimizer")._global_optimizer_pre_hooks.values,
     "_inductor": lambda: importlib.util.find_spec("torch._inductor").name,  # type: ignore[union-attr]
+    "_is_profiler_enabled": lambda: module("torch.autograd.profiler")._is_profiler_enabled,
     "_make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
     "_mesh_resources": root_mesh,
     "_modules": lambda: nn.Module()._modules,
     "_non_persistent_buffers_set": lambda: nn.Module()._non_persistent_buffers_set,
+    "_optimizer_step_post_hooks": lambda: torch.optim.SGD([torch.ones(1)])._optimizer_step_post_hooks.values,
+    "_optimizer_step_pre_hooks": lambda: torch.optim.SGD([torch.ones(1)])._optimizer_step_pre_hooks.items,
     "_parameters": lambda: nn.Module()._parameters,
     "_plugins": lambda: dist.Backend._plugins,
     "_post_accumulate_grad_hooks": lambda: torch.ones(1)._post_accumulate_grad_hooks,
@@ -64,6 +76,7 @@ NAMES: dict[str, Callable[[], object]] = {
     "_pytree": lambda: [getattr(module("torch.utils._pytree"), n) for n in ("tree_leaves", "tree_map")],
     "_schema": lambda: torch.ops.aten.mm.default._schema.arguments,
     "_set_deterministic_algorithms": lambda: torch._C._set_deterministic_algorithms,
+    "_wrapped_by_lr_sched": lambda: scheduled_step()._wrapped_by_lr_sched,
     "_utils": lambda: module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset,
     "_version": lambda: torch.ones(1)._version,
     "_world": lambda: dist.distributed_c10d._world.group_count,

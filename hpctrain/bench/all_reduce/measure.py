@@ -40,9 +40,9 @@ def algorithm_bandwidth(num_bytes: int, *, seconds: float) -> float:
 def bus_bandwidth(num_bytes: int, *, seconds: float, num_ranks: int) -> float:
     """Returns the algorithm bandwidth times 2 (N-1)/N in bytes/s: the traffic through each link of a ring of N ranks.
 
-    Unlike the algorithm bandwidth, it can be compared with the rate of the hardware on any number of ranks. It can
-    exceed that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less traffic than
-    in a flat ring (ranks that share a node).
+    Unlike the algorithm bandwidth, the bus bandwidth can be compared with the rate of the hardware on any number of
+    ranks. It can exceed that rate if the wire format is smaller than the gradients (fp16 for fp32), or if there is less
+    traffic than in a flat ring (ranks that share a node).
     """
     return algorithm_bandwidth(num_bytes, seconds=seconds) * 2 * (num_ranks - 1) / num_ranks
 
@@ -68,7 +68,7 @@ def bound_bytes(num_elements: int, *, wire: str, num_nodes: int) -> float | None
 
 
 def bound_seconds(num_elements: int, *, wire: str, num_nodes: int, link_bytes_per_s: float) -> float | None:
-    """Returns the seconds that `bound_bytes` take over one node's link; None if that bound is None or 0."""
+    """Returns the seconds that `bound_bytes` take over one node's link; None if `bound_bytes` is None or 0."""
     least = bound_bytes(num_elements, wire=wire, num_nodes=num_nodes)
     return None if not least else least / link_bytes_per_s
 
@@ -78,7 +78,7 @@ def bound_seconds(num_elements: int, *, wire: str, num_nodes: int, link_bytes_pe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One combination to measure. `num_bytes` is the size of the float32 gradients."""
+    """One combination of algorithm, wire format and size to measure. `num_bytes`: the size of the float32 gradients."""
 
     algorithm: str
     wire: str
@@ -91,13 +91,14 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellResult:
-    """The result of a cell, the same on every rank.
+    """The result of one cell: of one combination of size, algorithm and wire format. The same on every rank.
 
     Attributes:
         samples_s: For each repeat, the seconds of the slowest rank.
         sent_bytes_per_node: The payload bytes that a node sent per reduction; the largest value of all nodes.
         relative_error: The error of the last reduction on the worst rank: the largest difference from the float64 sum,
-            divided by the largest absolute value of that sum. It includes the error feedback of earlier reductions.
+            divided by the largest absolute value of that sum. The error includes the error feedback of earlier
+            reductions.
     """
 
     cell: Cell
@@ -110,8 +111,8 @@ def bucket_of(num_elements: int, *, number: int = 0, position: int = 0) -> Bucke
     """Returns a bucket of exactly `num_elements` float32 values, two of which are flags that gradients were used.
 
     The other values are the largest square matrix that fits, and a vector of the rest. The matrix is there because
-    low-rank wire formats send only matrices as factors; for other formats it makes no difference. There is no padding
-    before the flags, so that 4 KB in the table are 4 KB. A small bucket has only a vector and one flag.
+    low-rank wire formats send only matrices as factors; for other formats the matrix makes no difference. There is no
+    padding before the flags, so that 4 KB in the table are 4 KB. A small bucket has only a vector and one flag.
     """
     side = math.isqrt(max(0, num_elements - 2))
     numels = [num_elements - 1] if side < 4 else [side * side, num_elements - 2 - side * side]
@@ -183,9 +184,12 @@ class Gradients:
 
 @final
 class CellTimer:
-    """Times the cells of several reducers that exist at the same time. Its methods are collective over `comm`.
+    """Times several reducers that exist at the same time. The methods are collective over `comm`.
 
-    reducers: by (algorithm, wire format), in the same order on every rank; each has `in_flight` buckets of every size.
+    A cell is one combination of size, algorithm and wire format.
+
+    reducers: by (algorithm, wire format), in the same order on every rank; each reducer has `in_flight` buckets of
+    every size.
     progress: called after each reduction with the fraction that is done, 0 to 1.
     """
 
@@ -217,15 +221,15 @@ class CellTimer:
         self._buffers: dict[tuple[str, str], list[torch.Tensor]] = {}
 
     def plan(self) -> None:
-        """Passes the buckets to every reducer. This communicates, so the constructor does not do it."""
+        """Passes the buckets to every reducer. Not part of the constructor, since it communicates."""
         for key, reducer in self._reducers.items():
             self._buffers[key] = reducer.plan(self._buckets, device=self._device)
 
     def measure(self, *, repeats: int, warmup: int) -> list[CellResult]:
-        """Times every cell once per round, in `warmup + repeats` rounds. Warm-up rounds are not counted.
+        """Times every combination once per round, in `warmup + repeats` rounds. Warm-up rounds are not counted.
 
-        Each round has its own random order of the cells, which spreads drift (other load on the machine, clock
-        frequency) evenly over them.
+        Each round times the combinations of size, algorithm and wire format in a new random order, so that a drift of
+        the machine (other load, clock frequency) affects all combinations evenly.
         """
         cells = [
             Cell(algorithm=algorithm, wire=wire, num_bytes=num_bytes)
@@ -405,10 +409,11 @@ def measure_all_reduce(
     progress: Callable[[float], None] = lambda share: None,
     memory_bytes: float | None = None,
 ) -> AllReduceMeasured:
-    """Measures every cell that can run on these ranks. Collective; returns the same value on every rank.
+    """Measures all combinations that can run on these ranks. Collective; returns the same value on every rank.
 
-    Combinations that cannot run, or in whose place another one would run, are left out, and notes say why. If the
-    reducers do not all fit into memory, they are measured in groups, and a note says so.
+    A combination of size, algorithm and wire format is left out, with a note that says why, if it cannot run, or if
+    hpctrain would run another combination instead. If the reducers do not all fit into memory, they are measured in
+    groups, and a note says so.
 
     memory_bytes: the limit for the buckets of one rank. None: half of a host's free memory, but at most 80% of the free
     space in /dev/shm, divided by the number of ranks on the host; of all hosts, the smallest result is used.
@@ -458,7 +463,7 @@ def measure_all_reduce(
 def groups_that_fit(
     pairs: Sequence[tuple[str, str]], *, bytes_each: int, budget_bytes: float
 ) -> Iterator[list[tuple[str, str]]]:
-    """Divides the pairs (algorithm, wire format) into groups of about equal size, and yields these.
+    """Divides the pairs (algorithm, wire format) into groups of about equal size, and yields the groups.
 
     There are as few groups as memory allows. Each group has at least one pair.
     """
@@ -493,7 +498,10 @@ def _make(
 
 
 def notes_of(left_out: Mapping[str, Sequence[tuple[str, str]]]) -> list[str]:
-    """Returns one line per reason for leaving out cells, for example `not measured: ring, direct (fp32, fp16): ...`."""
+    """Returns one line per reason for which pairs of algorithm and wire format were not measured.
+
+    An example is `not measured: ring, direct (fp32, fp16): ...`.
+    """
     lines = []
     for reason, pairs in left_out.items():
         by_wires: dict[str, list[str]] = {}
@@ -513,7 +521,7 @@ def row_of_cell(
     asked: AllReduceAsked,
     link_bytes_per_s: float | None,
 ) -> AllReduceRow:
-    """Returns the row of a cell.
+    """Returns the row of one cell: of one combination of size, algorithm and wire format.
 
     `num_bytes` is the size of one bucket. With several buckets in flight, the time, the bandwidths and the bytes per
     node are those of all these buckets together.

@@ -331,8 +331,8 @@ def all_reduce_document(
 def all_reduce_table(rows: Sequence[AllReduceRow], *, title: str) -> Table:
     """Returns a table with one row per combination of size, algorithm and wire format.
 
-    With several nodes, the table has columns for the traffic between nodes. If lower bounds on the times are known, it
-    has a column that compares the times with them.
+    With several nodes, the table has columns for the traffic between nodes. If lower bounds on the times are known, a
+    column compares the times with these bounds.
     """
     between_nodes = any(row.bound_bytes_per_node for row in rows)
     bounded = any(row.bound_s is not None for row in rows)

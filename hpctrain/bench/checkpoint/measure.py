@@ -190,7 +190,7 @@ def take_turns(
 ) -> dict[str, list[MethodTime]]:
     """Times each method `warmup + repeats` times. Collective.
 
-    Returns the times by the name of the method, without those of the warm-up.
+    Returns the times by the name of the method, without the times of the warm-up.
     """
     progress(0.0)
     order = Random(seed)

@@ -52,8 +52,8 @@ CUT_BYTES = 4096
 class BenchState:
     """A replicated state of random bytes, the same on every rank.
 
-    tensors: float32, one-dimensional, of equal size up to one element. Each has its own memory, and every page of it
-    has been written.
+    tensors: float32, one-dimensional, of equal size up to one element. Each tensor has memory of its own, and every
+    page of this memory has been written.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -145,7 +145,7 @@ class RawShare:
         return arrays
 
     def prepare_copy(self) -> None:
-        """Allocates the memory that `copy` copies into, and writes to every page of it."""
+        """Allocates the memory that `copy` copies into, and writes to every page of this memory."""
         self._copy = np.empty(self.num_bytes, dtype=np.uint8)
         self._copy.fill(1)
 
@@ -422,7 +422,7 @@ def slowest_since(comm: Collective, begin_s: float) -> float:
 def own_seconds(comm: Collective, function: Callable[[], object]) -> float:
     """Returns the seconds of `function`, which must not communicate, on the slowest rank. Collective.
 
-    Freeing its return value is not timed. An OSError is raised as CheckpointError on every rank.
+    Freeing the return value of `function` is not timed. An OSError is raised as CheckpointError on every rank.
     """
     begin_s = begin(comm)
 

@@ -19,7 +19,7 @@ from hpctrain.errors import UsageError
 
 
 class Harness(str, Enum):
-    """A benchmark harness that can run a scaling sweep, which is exported as a file.
+    """An external benchmark harness. hpctrain can write a scaling sweep as a file that this harness runs.
 
     REFRAME: the file is Python and contains one test (https://reframe-hpc.readthedocs.io). JUBE: the file is XML
     (https://apps.fz-juelich.de/jsc/jube/docu).

@@ -48,9 +48,9 @@ class Starter(Protocol):
     def start(self, recipe: Recipe, cell: StepCell, *, directory: Path) -> str | None:
         """Trains `recipe` to its end on `cell.num_ranks` ranks, with the run directory `directory`/run.
 
-        Returns the ID of the run's own Slurm job, or None if it had none. Raises StoppedEarly if this process was
-        asked to stop. If the run fails, raises the error class of its exit code, or LaunchError for a Slurm job; the
-        message ends with the run's last lines of output.
+        Returns the ID of the run's own Slurm job, or None if the run had no job of its own. Raises StoppedEarly if this
+        process was asked to stop. If the run fails, raises the error class of its exit code, or LaunchError for a Slurm
+        job; the message ends with the run's last lines of output.
         """
 
 
@@ -82,8 +82,8 @@ def run_size(
     Args:
         threads: The number of threads per rank, unless the recipe sets it.
         with_environment: Whether the result contains the run's environment.json.
-        keep: A folder into which the run directory of a successful run is moved as `ranks-N`, where it replaces that
-            of an earlier run.
+        keep: A folder into which the run directory of a successful run is moved as `ranks-N`. An older directory of
+            this name is replaced.
 
     Raises the errors of `Starter.start`, and LaunchError if records are missing.
     """
@@ -412,10 +412,10 @@ def measure_sweep(
     resume: whether to continue the sweep of `place.document`, if that file exists. at_most_rounds: end after this many
     further rounds; None: after all rounds. While ranks run, signals are handled as in `run_launch`.
 
-    If the function is interrupted, the document is valid and the sweep can be resumed. StoppedEarly or
-    KeyboardInterrupt interrupts it after a signal; the error class of a run interrupts it when that run fails. Raises
-    UsageError before the first run if the sweep cannot be measured or resumed, and DataError if a run trained on other
-    samples than earlier runs.
+    If the function is interrupted, the document is valid and the sweep can be resumed. After a signal, the function
+    raises StoppedEarly or KeyboardInterrupt; when a run fails, it raises the error class of that run. Raises UsageError
+    before the first run if the sweep cannot be measured or resumed, and DataError if a run trained on other samples
+    than earlier runs.
     """
     check_settings(settings, batch=recipe.data.global_batch)
     machine = survey_machine()

@@ -59,7 +59,7 @@ class ScalingRun(_Part):
         samples: The number of samples of all ranks and measured steps.
         sample_sums: For each measured step a hash of the set of samples of all ranks, 16 hexadecimal digits.
         by_rank: For each rank, its sums over the measured steps.
-        job: The ID of the run's own Slurm job; None if it had none.
+        job: The ID of the run's own Slurm job; None if the run had no job of its own.
         environment: The run's environment.json, in the first run of each size; null in the other runs.
     """
 
@@ -294,7 +294,7 @@ def check_same_sweep(
     commit: str | None,
     machine: Mapping[str, Any],
 ) -> None:
-    """Raises UsageError if further runs would not belong to the same measurement as those of `previous`."""
+    """Raises UsageError if further runs would not belong to the same measurement as the runs of `previous`."""
     changed = [
         name
         for name in SweepSettings.model_fields
@@ -323,7 +323,7 @@ def check_same_sweep(
 
 
 def scaling_table(document: ScalingDocument) -> Table:
-    """Returns a table with one row per number of ranks. Its title states the baseline and the kind of interval."""
+    """Returns a table with one row per number of ranks. The title states the baseline and the kind of interval."""
     settings = document.settings
     sizes = document.sizes
     rounds = max((size.repeats for size in sizes), default=0)
@@ -352,7 +352,7 @@ def scaling_table(document: ScalingDocument) -> Table:
 
 
 def scaling_lines(document: ScalingDocument) -> list[str]:
-    """Returns the lines below the table: fitted laws, which one to use and why, what was checked, notes."""
+    """Returns the lines below the table: fitted laws, which law to use and why, what was checked, notes."""
     lines = []
     if document.fits is not None:
         lines += [_law_line(law, chosen=document.fits["chosen"]) for law in document.fits["laws"]]

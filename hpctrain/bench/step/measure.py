@@ -138,7 +138,7 @@ def _median_rate(by_cell: Mapping[StepCell, Sequence[StepRun]], cell: StepCell) 
 def runs_as_json(runs: Sequence[StepRun]) -> list[dict[str, Any]]:
     """Returns all runs in the order in which they were made.
 
-    Only the first run of each configuration has its environment; it is None in the others.
+    Only the first run of each configuration has its environment; in all other runs the environment is None.
     """
     reported: set[StepCell] = set()
     found = []

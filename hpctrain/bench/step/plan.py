@@ -96,7 +96,7 @@ def cells_of(asked: StepAsked, *, batch: int) -> list[StepCell]:
 
 
 def order_of_runs(cells: Sequence[StepCell], *, repeats: int, seed: int) -> list[StepCell]:
-    """Returns every configuration once per round, shuffled in each round, so that drift affects all of them alike."""
+    """Returns every configuration once per round, shuffled in each round, so that drift affects all configurations."""
     generator = random.Random(seed)
     order: list[StepCell] = []
     for _ in range(repeats):
@@ -140,7 +140,7 @@ def recipe_of(recipe: Recipe, cell: StepCell, *, directory: Path, steps: int, th
 def threads_of_a_rank(most_ranks: int, *, machine: LocalMachine, ranks_per_node: int | None) -> int:
     """Returns the number of threads per rank, the same for every number of ranks.
 
-    It is OMP_NUM_THREADS or SLURM_CPUS_PER_TASK; if neither is set, the number of cores per rank when `most_ranks`
+    This is OMP_NUM_THREADS or SLURM_CPUS_PER_TASK; if neither is set, the number of cores per rank when `most_ranks`
     ranks run, since one rank with threads on all cores would not be a fair baseline.
     """
     given = os.environ.get("OMP_NUM_THREADS") or os.environ.get("SLURM_CPUS_PER_TASK") or ""

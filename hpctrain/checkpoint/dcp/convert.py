@@ -134,8 +134,9 @@ def import_dcp(
     Tensors get names as in a run's checkpoint: `model.0.weight` becomes `model/0.weight`, and
     `optim.state.0.weight.exp_avg`, as `get_state_dict` makes it, `optimizer/0.weight::exp_avg`; any other `a.b.c`
     becomes `a/b.c`. If all tensors are at the top level, as in a model's state dict, they get the prefix `model/`.
-    Objects that are plain data go into the document: the optimizer's under "optimizer" ("groups", "scalars"),
-    others under "objects"; tuples become lists. All other objects are left out and listed in the result.
+    Objects that are plain data go into the document: those of the optimizer under "optimizer" ("groups", "scalars"),
+    the rest under "objects"; tuples become lists. Objects that are not plain data are left out and listed in the
+    result.
 
     Args:
         source: Directory of the DCP checkpoint, in DCP's default format (FileSystemWriter), saved by any number of

@@ -36,7 +36,7 @@ Path: TypeAlias = tuple[str | int, ...]  # of a value in a nested state dict: ke
 
 
 def key_of(path: Path) -> str:
-    """Returns DCP's key of the value at `path`: its parts, joined by dots."""
+    """Returns DCP's key of the value at `path`: the keys and indices in the path, joined by dots."""
     return ".".join(map(str, path))
 
 
@@ -47,7 +47,7 @@ def guessed_path(key: str) -> Path:
 
 
 def below(path: Path, root: str) -> Path | None:
-    """Returns the part of `path` below `root` (parts joined by dots), or None if `path` does not lie below `root`."""
+    """Returns what follows `root`, keys joined by dots, in `path`; None if `path` does not lie below `root`."""
     parts = tuple(root.split(".")) if root else ()
     return path[len(parts) :] if path[: len(parts)] == parts and len(path) > len(parts) else None
 
@@ -72,7 +72,7 @@ def optimizer_path(path: Path) -> Path | None:
 
 
 def tensor_name(path: Path) -> str:
-    """Returns the name that the tensor at `path` gets in our checkpoint."""
+    """Returns the name that the tensor at `path` gets in an hpctrain checkpoint."""
     found = optimizer_path(path)
     if found is not None and found[0] == STATE:
         return OUR_OPTIMIZER + SEPARATOR.join(map(str, found[1:]))
@@ -81,9 +81,9 @@ def tensor_name(path: Path) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Returns the path of the tensor with this name of our checkpoint.
+    """Returns the path in the nested state dict at which DCP stores the tensor `name` of an hpctrain checkpoint.
 
-    It is the inverse of `tensor_name`, except that dots may be divided differently among the parts of the path.
+    The inverse of `tensor_name`, except that a name with dots may become fewer, longer keys of the path.
     """
     if name.startswith(OUR_OPTIMIZER) and SEPARATOR in name:
         return (OPTIMIZER, STATE, *name[len(OUR_OPTIMIZER) :].split(SEPARATOR))
@@ -111,7 +111,7 @@ class ArchiveLocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArchivedBox:
-    """A box of a tensor, and the archive that holds it."""
+    """A box (offset and shape) of a tensor, and the archive that holds the elements of the box."""
 
     box: Box
     place: ArchiveLocation

@@ -1,4 +1,4 @@
-"""Chooses how a checkpoint's bytes are written: the requested engine, or the faster one, the same on all ranks.
+"""Chooses how a checkpoint's bytes are written: the requested or the faster engine, the same on all ranks.
 
 "auto" decides by the kind of the filesystem, by what the ranks' MPI supports, and on shared filesystems by a
 measurement.
@@ -224,11 +224,11 @@ def choose_engine(
     """Returns the engine for checkpoints in `directory`. Collective; the result is cached per `comm` and `directory`.
 
     Args:
-        requested: AUTO chooses DIRECT for one rank, in the background, and on local filesystems; elsewhere it
-            measures both engines once and chooses the faster one.
+        requested: AUTO chooses DIRECT for one rank, in the background, and on local filesystems; elsewhere both engines
+            are measured once, and the faster engine is chosen.
         directory: Directory of the checkpoints.
         comm: The ranks that save together.
-        in_background: Another thread writes. It must not communicate, so only DIRECT is possible.
+        in_background: True if another thread writes. That thread must not communicate, so only DIRECT is possible.
 
     Returns:
         The engine, the reason for the choice, and the kind of the filesystem.

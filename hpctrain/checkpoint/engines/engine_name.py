@@ -8,10 +8,10 @@ from hpctrain.errors import UsageError
 
 
 class Engine(str, Enum):
-    """How the bytes of a checkpoint are written to its files. The content of the files does not depend on it.
+    """How the bytes of a checkpoint are written to its files. Every engine writes the same content.
 
-    DIRECT: each rank writes its own bytes with pwrite. MPIO: the ranks write together through MPI-IO. AUTO: the one
-    that suits the filesystem (see `choose_engine`).
+    DIRECT: each rank writes its own bytes with pwrite. MPIO: the ranks write together through MPI-IO. AUTO: DIRECT or
+    MPIO, whichever suits the filesystem (see `choose_engine`).
     """
 
     AUTO = "auto"

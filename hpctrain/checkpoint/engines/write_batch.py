@@ -233,7 +233,7 @@ def runs_of_neighbours(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, 
 
 
 def joined(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yields ascending byte ranges, in which small contiguous ones have been copied into one.
+    """Yields ascending byte ranges. Small contiguous byte ranges have been copied into one.
 
     Each yielded byte range is a file offset and an array of uint8, shape (n,).
     """

@@ -47,8 +47,8 @@ class Staging:
     def memory_for(self, offset: int, num_bytes: int) -> _Memory:
         """Returns uninitialized memory for the `num_bytes` bytes of the file at `offset`: uint8, shape (num_bytes,).
 
-        The caller fills it and passes all of it, or nothing, to the writer, before other bytes and before the next
-        call of `memory_for`. Afterwards the caller must not use the memory.
+        The caller fills the memory and passes all of it, or nothing, to the writer, before other bytes and before the
+        next call of `memory_for`. Afterwards the caller must not use the memory.
         """
         lent = None if self._lend is None else self._lend(offset, num_bytes)
         return np.empty(num_bytes, dtype=np.uint8) if lent is None else lent
@@ -154,8 +154,8 @@ def write_uncached(
     `cached` and `uncached` are two descriptors of the file. Partial blocks and short runs of bytes are written
     through the page cache. Other ranks that write to the same blocks meanwhile must also write through the page
     cache. A byte range is not copied if it lies in memory lent by `staging`, or if it is large and aligned in
-    memory as in the file. The content of a view must not change until the call returns, unless the view lies in
-    lent memory, which is reused.
+    memory as in the file. The content of a view must not change until the call returns. Only views of lent memory may
+    change, since that memory is lent again for later byte ranges.
     """
     with _Writer(cached, uncached) as writer, staging.lent(writer.lend):
         for offset, data in byte_ranges:
@@ -188,7 +188,7 @@ class _Window:
         return self.limit - self.end
 
     def place(self, num_bytes: int) -> _Memory:
-        """Returns the memory for the next `num_bytes` bytes."""
+        """Returns the part of the buffer for the next `num_bytes` bytes of the file."""
         at = self.end - self.base
         return self.memory[at : at + num_bytes]
 

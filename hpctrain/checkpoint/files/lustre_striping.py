@@ -46,7 +46,7 @@ def stripes_for(file_bytes: int) -> Stripes:
 def set_stripes(path: Path, *, stripes: Stripes, filesystem: Filesystem) -> str | None:
     """Creates a file with a stripe layout, or sets the layout of future files in an existing folder. Not collective.
 
-    Does nothing on filesystems other than Lustre. Returns None, or the error as text: it is not raised, since a
+    Does nothing on filesystems other than Lustre. Returns None, or an error as text. The error is not raised, since a
     checkpoint with another layout is slower but valid.
     """
     if not filesystem.is_lustre:
@@ -74,7 +74,7 @@ def set_stripes(path: Path, *, stripes: Stripes, filesystem: Filesystem) -> str 
 def alignment_of(filesystem: Filesystem) -> int:
     """Returns the alignment of large datasets in bytes: a page, or on Lustre the stripe size that `set_stripes` sets.
 
-    Align only datasets of at least this size, since each smaller one would waste a stripe.
+    Align only datasets of at least this size, since each smaller dataset would waste a stripe.
     """
     if not filesystem.is_lustre:
         return PAGE_BYTES

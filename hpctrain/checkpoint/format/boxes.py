@@ -49,7 +49,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """Returns the overlap of two boxes of the same array, or None if they share no element."""
+    """Returns the overlap of two boxes (rectangular regions) of the same array, or None if they share no element."""
     offset = tuple(map(max, first.offset, second.offset))
     shape = tuple(
         min(a + n, b + m) - o
@@ -82,14 +82,17 @@ def split_box(box: Box, *, max_elems: int) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """The contiguous runs of elements of an array that make up a box, in row-major order, all of the same length."""
+    """The contiguous runs of elements that make up a box (rectangular region) of an array, in row-major order.
+
+    All runs have the same length.
+    """
 
     starts: NDArray[Any]  # (num_runs,) int64: first element of each run, counted in the flattened array
     run_elems: int
 
 
 def runs_of(box: Box, *, shape: Sequence[int]) -> Runs:
-    """Returns the longest possible contiguous runs that make up `box` in an array of `shape`.
+    """Returns the longest possible contiguous runs that make up the rectangular region `box` of an array of `shape`.
 
     The box must not be empty.
     """
@@ -141,7 +144,7 @@ def boxes_of_range(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
 
 
 class TooFragmentedError(ValueError):
-    """There are so many small boxes that checking them would take too long."""
+    """There are so many small boxes (rectangular regions) that checking them would take too long."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,7 +163,7 @@ class Steps:
 
 
 def cover_exactly(boxes: Sequence[Box], *, shape: Sequence[int], steps: Steps) -> bool:
-    """Returns True if the boxes hold every element of an array of `shape` exactly once.
+    """Returns True if the boxes (rectangular regions) hold every element of an array of `shape` exactly once.
 
     The boxes must not be empty and must lie within the array. The algorithm sweeps over one dimension: between two
     neighbouring box boundaries the set of boxes is constant, and must cover the remaining dimensions (recursively).

@@ -34,7 +34,7 @@ _PART_MAGIC = b"hpctrain checkpoint part\n"
 class Seal:
     """Content of the commit header of a main file.
 
-    Its hashes, together with those of the extents in the metadata, cover every byte of the file.
+    The hashes in the header, together with the hashes of the extents in the metadata, cover every byte of the file.
 
     Attributes:
         metadata_offset: File offset of the metadata, in bytes.
@@ -59,7 +59,7 @@ class UnknownFormatError(CheckpointError):
 def encode_seal(seal: Seal) -> bytes:
     """Returns the commit header as a block of SEAL_BYTES bytes.
 
-    It consists of a magic line, a line of JSON, the hash of both lines, and zeros.
+    The block consists of a magic line, a line of JSON, the hash of both lines, and zeros.
     """
     values = {
         "format": FORMAT_VERSION,
@@ -201,7 +201,7 @@ class StoredExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPiece:
-    """One HDF5 dataset of a tensor: the elements of `box`, dense and in row-major order.
+    """One HDF5 dataset of a tensor: the elements of the rectangular region `box`, dense and in row-major order.
 
     Attributes:
         file: Index of the file that holds the dataset; 0 is the main file.
@@ -226,8 +226,8 @@ class StoredTensor:
         name: Name of the tensor.
         dtype: Name of the torch dtype, such as "float32".
         shape: Shape of the tensor.
-        view: Shape of the array in which pieces and extents are boxes. It is the tensor's own shape if the tensor
-            was sharded, and (num_elems,), the shape of the flattened tensor, if it was replicated.
+        view: Shape of the array in which pieces and extents are boxes. This is the tensor's own shape if the tensor was
+            sharded, and (num_elems,), the shape of the flattened tensor, if the tensor was replicated.
         pieces: The datasets. Together they hold every element of the view exactly once.
     """
 

@@ -24,7 +24,7 @@ SEPARATOR = "::"  # between the name of a parameter or value and the keys of the
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replicated:
-    """A tensor that every rank holds whole, with the same bits. Each rank writes a part of it.
+    """A tensor that every rank holds whole, with the same bits. Each rank writes a part of the tensor.
 
     A save compares the ranks' copies according to `SaveOptions.replica_check`. For tensors whose values may differ
     between ranks, such as the running statistics of batch normalisation, use `FromRank0`.

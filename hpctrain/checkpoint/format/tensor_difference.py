@@ -42,7 +42,8 @@ class Amount:
         num_different: Number of elements whose bits differ; if the two dtypes differ, number of elements whose
             values differ.
         num_beyond: Number of elements that differ by more than the tolerance.
-        num_not_finite: Number of elements whose difference is not finite; `max_abs` and `squares` leave them out.
+        num_not_finite: Number of elements whose difference is not finite; `max_abs` and `squares` leave such elements
+            out.
         max_abs: Largest absolute difference.
         squares: Sum of the squared differences.
         squares_of_first: Sum of the squares of the first tensor's finite elements.

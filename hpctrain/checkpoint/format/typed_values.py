@@ -67,13 +67,13 @@ def decode(value: Any, *, get: Get, where: str, present: Any = None) -> Any:
 
 
 def put_inline(path: Path, tensor: torch.Tensor) -> Any:
-    """Stores a tensor of a few elements as bytes inside the JSON. It is to be passed to `encode` as `put`."""
+    """Stores a tensor of a few elements as bytes inside the JSON. Pass this function to `encode` as `put`."""
     content = byte_view(tensor).cpu().numpy().tobytes().hex()
     return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "hex": content}
 
 
 def get_inline(value: Any) -> torch.Tensor:
-    """Returns, on the CPU, a tensor that `put_inline` has stored. It is to be passed to `decode` as `get`."""
+    """Returns, on the CPU, a tensor that `put_inline` has stored. Pass this function to `decode` as `get`."""
     tensor = empty_tensor(tuple(map(int, value["shape"])), dtype=value["dtype"])
     byte_view(tensor).copy_(_bytes_tensor(bytes.fromhex(value["hex"])))
     return tensor

@@ -1,1 +1,1 @@
-"""Opens, verifies and reads checkpoints: a given one, the newest undamaged one, or some tensors of one."""
+"""Opens, verifies and reads a given checkpoint, or the newest undamaged checkpoint: all tensors or some."""

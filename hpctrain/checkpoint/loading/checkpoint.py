@@ -89,7 +89,7 @@ class Checkpoint:
     def read(
         self, name: str, *, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        """Reads a tensor, or a box of it, and verifies every byte.
+        """Reads a tensor, or a box (rectangular region) of the tensor, and verifies every byte.
 
         Args:
             name: Name of the tensor.
@@ -169,7 +169,7 @@ class Checkpoint:
     def region_of(
         self, tensor: StoredTensor, *, offset: tuple[int, ...] | None, shape: tuple[int, ...] | None
     ) -> Box:
-        """Returns the box of a tensor that `read` would read.
+        """Returns the box (rectangular region) of a tensor that `read` would read.
 
         Args:
             tensor: The tensor.
@@ -339,7 +339,7 @@ class ReadUnit:
 def units_of(tensor: StoredTensor) -> list[ReadUnit] | None:
     """Returns the tensor divided into units, or None if the ranks of a node cannot share the reading of the tensor.
 
-    They cannot share it if a piece, which is contiguous in its file, is not contiguous in the tensor, or if an
+    The ranks cannot share the reading if a piece (contiguous in its file) is not contiguous in the tensor, or if an
     element run is longer than _ROUND_BYTES, the limit of one round of the exchange.
     """
     units = []

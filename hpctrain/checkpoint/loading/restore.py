@@ -1,4 +1,4 @@
-"""Loads tensors from a checkpoint: from a given one or from the newest undamaged one, all tensors or some."""
+"""Loads all tensors, or some, from a given checkpoint or from the newest undamaged checkpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def load_newest_good(
 ) -> Restored | None:
     """Loads the newest checkpoint in which no rank finds damage in the bytes that it reads. Collective.
 
-    A damaged checkpoint is reported on stderr, and the next older one is tried; all ranks load the same one.
+    A damaged checkpoint is reported on stderr, and the next older checkpoint is tried; all ranks load the same
+    checkpoint.
 
     Args:
         directory: Directory of the checkpoints.
@@ -115,11 +116,11 @@ def load_newest_good(
 def newest_that(
     read: Callable[[Checkpoint], T], *, directory: Path, comm: Collective, rejected: list[Rejected]
 ) -> T | None:
-    """Returns the result of `read` for the newest checkpoint for which it raises no CheckpointError. Collective.
+    """Calls `read` with the newest checkpoint, then with older checkpoints until `read` succeeds. Collective.
 
-    `read` is collective and must raise on all ranks or on none. The skipped checkpoints are appended to `rejected`.
-    Returns None if there is no checkpoint. Raises CheckpointError on every rank if there are checkpoints but `read`
-    raises for each of them; UnknownFormatError and DoesNotFitError are raised at once.
+    Returns what `read` returned; None if there is no checkpoint. `read` is collective and must raise on all ranks or on
+    none. The skipped checkpoints are appended to `rejected`. Raises CheckpointError on every rank if there are
+    checkpoints but `read` raises for each of them; UnknownFormatError and DoesNotFitError are raised at once.
     """
     with doing(comm, f"loading the newest checkpoint of {directory}"):
         for path in on_rank_0(comm, lambda: list(map(str, finished_newest_first(directory)))):
@@ -145,7 +146,7 @@ def load(
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
-    """Loads one given checkpoint. If it is damaged, no other one is tried. Collective.
+    """Loads one given checkpoint. If this checkpoint is damaged, no other checkpoint is tried. Collective.
 
     Args:
         path: The checkpoint, a file or a folder.

@@ -42,7 +42,10 @@ class ElementRun:
 
 
 def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
-    """Yields the element runs of the piece in file order. The piece is cut wherever the cut divides no extent."""
+    """Yields the element runs of a piece (HDF5 dataset) in file order.
+
+    The piece is cut wherever the cut divides no extent, which is a region with one hash.
+    """
     if len(piece.extents) == 1:  # fast path for thousands of small tensors
         yield ElementRun(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
         return
@@ -70,7 +73,7 @@ def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
 
 
 def flat_start(box: Box, *, shape: Sequence[int]) -> int | None:
-    """Returns the position of the box's first element in the flattened array of `shape`.
+    """Returns the position of the first element of a box (rectangular region) in the flattened array of `shape`.
 
     Returns None if the box is not contiguous in that array. The box must not be empty.
     """
@@ -140,7 +143,7 @@ Read: TypeAlias = Callable[[ContentFiles], None]
 
 
 def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> torch.Tensor:
-    """Reads the elements in `region`, a box of the tensor, and verifies them.
+    """Reads and verifies the elements in `region`, a box (rectangular region) of the tensor.
 
     Returns a CPU tensor of the tensor's dtype and of shape `region.shape`. Raises DamagedContentError, and
     CheckpointError or OSError if a file cannot be opened or is too short.
@@ -215,7 +218,10 @@ def planned_run(
 def read_extent(
     files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> NDArray[Any]:
-    """Returns an extent's bytes after verifying their hash: uint8, shape (num_bytes,). Raises as `read_region`."""
+    """Returns the bytes of an extent (region with one hash), verified: uint8, shape (num_bytes,).
+
+    Raises as `read_region`.
+    """
     content = np.empty(extent.box.num_elems * tensor.elem_bytes, dtype=np.uint8)
     runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
     run_bytes = runs.run_elems * tensor.elem_bytes

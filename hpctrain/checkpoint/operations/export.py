@@ -183,7 +183,7 @@ def export_state_dict(
 def select(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
     """Returns the tensors whose names begin with `prefix`, by their names without the prefix.
 
-    Raises CheckpointError if there are none.
+    Raises CheckpointError if no name begins with `prefix`.
     """
     found = {
         name[len(prefix) :]: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)

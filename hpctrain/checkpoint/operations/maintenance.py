@@ -146,19 +146,19 @@ def copy_checkpoint(
     """Copies a checkpoint to `directory/step-<its step>`, completely and verified, or not at all. Collective.
 
     The copy gets its name after it is on disk and verified. Other checkpoints in `directory` are kept. Each rank
-    uses a buffer of 8 MiB, and 4 MiB for an extent while verifying.
+    uses a buffer of 8 MiB, and 4 MiB more while verifying.
 
     Args:
         source: A checkpoint, or a directory of checkpoints, whose newest one is copied.
         directory: Directory of checkpoints in which the copy is created.
         comm: The ranks that share the work.
         files: Number of files of the copy. None: the files are copied as they are, then read back and verified. 1:
-            a single file; larger: a folder of that many files. For a number, the source is verified and then saved
-            again from its memory-mapped files.
+            a single file; larger: a folder of that many files. For a number, the source is verified, and the copy is
+            saved anew from the memory-mapped files of the source.
         replace: Replace an existing checkpoint of the same step.
-        progress: Called with the number of bytes of this rank's share written and verified so far, and with twice
-            the size of the share. Not called while saving again.
-        **options: Options of `save`; only if `files` is a number.
+        progress: Called with the bytes done so far and their total. Each byte of this rank's share counts twice: when
+            it is written, and when it is verified. Not called while the copy is saved anew.
+        **options: Options of `save`. Allowed only if `files` is a number: only then is the copy saved anew.
 
     Returns:
         Path and size of the copy, and how it was made.
@@ -176,7 +176,8 @@ def copy_checkpoint(
             raise UsageError(f"files = {files}: give an integer of at least 1")
         if files is None and options:
             raise UsageError(
-                f"{', '.join(options)}: allowed only if `files` is given, so that the checkpoint is saved again"
+                f"{', '.join(options)}: used only when the checkpoint is written anew: give `files` as well, or leave "
+                "the options out"
             )
         if directory.exists() and directory.samefile(checkpoint.path.parent):
             raise UsageError(f"{checkpoint.path} is in {directory} already: choose another directory")
@@ -339,14 +340,15 @@ def prune(
 ) -> Pruned:
     """Deletes the checkpoints of a directory that `retention` does not keep, after verifying the newest one.
 
-    Collective. First every byte of the newest checkpoint is verified by all ranks together; if it is damaged, the
-    next older one is tried, and so on. The verified checkpoint and all newer ones are kept.
+    Collective. First every byte of the newest checkpoint is verified by all ranks together; if it is damaged, the next
+    older checkpoint is tried, and so on. The verified checkpoint and all newer checkpoints are kept.
 
     Args:
         directory: Directory of the checkpoints.
         comm: The ranks that share the verification.
         retention: Which checkpoints are kept.
-        unfinished: Also remove partial checkpoints of killed saves. Do not use it while a run may be saving there.
+        unfinished: Also remove partial checkpoints of killed saves. Do not use this option while a run may be saving
+            there.
         dry_run: Delete nothing, only report what would be deleted.
         progress: As in `verify`.
 
@@ -374,7 +376,9 @@ def prune(
 
 
 def checkpoint_size(path: Path) -> int:
-    """Returns the length in bytes of a checkpoint's file, or of all files in its folder; 0 if it does not exist.
+    """Returns the length in bytes of a checkpoint's file, or of all files in its folder.
+
+    Returns 0 if there is no such checkpoint.
 
     Raises OSError for any other failure.
     """

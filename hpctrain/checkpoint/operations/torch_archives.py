@@ -291,7 +291,9 @@ class Archive:
 
 @contextmanager
 def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) -> Iterator[Archive]:
-    """Yields the archive at byte `begin` of a file; it has `num_bytes` bytes, or extends to the end of the file.
+    """Yields the archive at byte `begin` of a file.
+
+    `num_bytes` is the length of the archive; None: the archive extends to the end of the file.
 
     Raises CheckpointError if the archive is invalid. The message names the archive, also for errors in the block.
     """

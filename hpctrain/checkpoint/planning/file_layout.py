@@ -153,11 +153,11 @@ class FileLayout:
 
     Attributes:
         files: Which rank writes to which file.
-        skeleton: The HDF5 structures of this rank's file, if the rank is its leader; else None.
+        skeleton: The HDF5 structures of this rank's file, if this rank is the leader of the file; else None.
         text: The list of tensors in the metadata, as JSON text, on rank 0; else None.
         own: The bytes that this rank writes.
         kinds: Dtype, shape and memory layout of each source. The sources are the items in `State.sources()`.
-        replicas: The replicated tensors, of which the ranks compare their copies.
+        replicas: The replicated tensors. The ranks compare their copies of these tensors.
     """
 
     files: Files
@@ -175,9 +175,10 @@ class FileLayout:
             return False
 
     def groups_unchanged(self, sources: Sequence[Item]) -> Iterator[ExtentGroup]:
-        """Yields the groups of `own`, for a thread that writes them while the caller may change the tensors.
+        """Yields the groups of extents that this rank writes, for a thread that writes during further training.
 
-        Raises CheckpointError for a tensor whose dtype or shape has changed, just before its bytes would be taken.
+        Raises CheckpointError for a tensor whose dtype or shape has changed since the layout was made. Each tensor is
+        checked just before its bytes are read.
         """
         for group in self.own.groups:
             if any(_kind_of(sources[s.source]) != self.kinds[s.source] for s in group.segments):

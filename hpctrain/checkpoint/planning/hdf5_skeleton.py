@@ -1,8 +1,8 @@
 """A checkpoint file without its content: HDF5's own structures, and the file offsets of the content.
 
-The HDF5 library creates it once per layout, in a sparse temporary file; a save then writes these bytes and the
-content with plain writes. So a save neither spends time in the library nor depends on its behaviour on a slow or
-full filesystem. The metadata's text is prepared in the same way. h5py is imported only here.
+The HDF5 library creates the structures once per layout, in a sparse temporary file; a save then writes the structures
+and the content with plain writes. So a save neither spends time in the library nor depends on its behaviour on a slow
+or full filesystem. The metadata's text is prepared in the same way. h5py is imported only here.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class TensorsText:
     written_as: NDArray[np.int64]
 
     def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
-        """Returns the text with the file offsets filled in; `offsets` has one per piece, in the text's order."""
+        """Returns the text with the file offsets filled in; `offsets` has one entry per piece, in the text's order."""
         digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
         filled = np.frombuffer(self.text, dtype=np.uint8).copy()
         _fill(filled, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)

@@ -39,10 +39,10 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtentGroup:
-    """Segments whose bytes are taken from memory at once: a single one, or small ones that are contiguous in the file.
+    """Segments whose bytes are taken from memory at once: one segment, or small segments contiguous in the file.
 
     `extents` contains the extents in the group, in order, as indices into the list of the rank's extents. `offset`
-    is the file offset of a group of small segments. It is None for any other single segment, whose extents have
+    is the file offset of a group of small segments. For any other single segment `offset` is None: its extents have
     byte ranges of their own in the file (`OwnBytes.runs`).
     """
 
@@ -109,7 +109,10 @@ class OwnBytes:
 def own_bytes(
     plan: WritePlan, *, rank: int, pieces: Mapping[PieceKey, PlannedPiece], offsets: Mapping[PieceKey, int]
 ) -> OwnBytes:
-    """Returns the bytes that `rank` writes; `pieces` and `offsets` are its file's pieces and their file offsets."""
+    """Returns the bytes that `rank` writes.
+
+    `pieces` are the pieces (HDF5 datasets) in the rank's file, `offsets` the file offsets of these pieces.
+    """
     extent_bytes: list[int] = []
     runs: list[tuple[tuple[int, int], ...]] = []
     segments: list[tuple[Segment, range]] = []  # each with its extents
@@ -146,7 +149,7 @@ def own_bytes(
 
 
 def join_segments(segments: Sequence[Segment]) -> OwnBytes:
-    """Returns the segments laid out like the extents of a file: each begins where the previous one ends."""
+    """Returns the segments laid out like the extents of a file: each segment begins where the previous segment ends."""
     runs: list[tuple[tuple[int, int], ...]] = []
     position = 0
     for segment in segments:
@@ -214,7 +217,7 @@ def content_of(
 def copy_to(buffer: torch.Tensor, sources: Sequence[Item], own: OwnBytes) -> None:
     """Copies all of this rank's bytes, group after group, into `buffer`: uint8, shape (`copy_bytes`,), on the host.
 
-    Copies from a device are queued on its current stream: synchronize before reading the buffer or changing a
+    Copies from a device are queued on the device's current stream: synchronize before reading the buffer or changing a
     tensor.
     """
     for group, position in zip(own.groups, _places(own), strict=True):

@@ -49,7 +49,8 @@ class Replicas:
         num_bytes: Length of each replicated tensor in bytes, by the tensor's index in `State.sources()`.
         turns: A sample contains parts of every `turns`-th tensor, so that `turns` successive samples contain a part
             of each tensor.
-        part: Of each of its tensors, a sample contains 1/`part`, but at least MIN_PIECE_BYTES.
+        part: A sample contains 1/`part` of the bytes of each tensor in the sample, but at least MIN_PIECE_BYTES per
+            tensor.
         numbers: Iterator over the sample numbers, one for each save; see `sample`.
     """
 
@@ -151,8 +152,8 @@ def compare_replicas(
 ) -> ReplicaMismatch | None:  # fmt: skip
     """Compares the ranks' copies, and returns the differences or None. Collective.
 
-    It costs one all-reduce of three numbers, unless copies differ. `sources` is `State.sources()`; `number` is the
-    number of the sample, the same on every rank. Raises on every rank: CheckpointError if a rank cannot read its
+    The comparison costs one all-reduce of three numbers, unless copies differ. `sources` is `State.sources()`; `number`
+    is the number of the sample, the same on every rank. Raises on every rank: CheckpointError if a rank cannot read its
     copies; UsageError if copies differ and the ranks have different settings.
     """
     segments: list[Segment] = []

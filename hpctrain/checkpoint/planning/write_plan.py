@@ -46,7 +46,7 @@ class EvenShards(Sequence[Sequence[Header]]):
     """The shards of all ranks, as headers, if every rank holds the same number n of rows of a tensor, in rank order.
 
     Rank r then holds rows n r to n (r + 1) - 1. The states of the ranks' random generators are an example. Such
-    shards need no check, and a rank needs to know only those of the first rank.
+    shards need no check, and a rank needs to know only the shards of the first rank.
     """
 
     first: tuple[Header, ...]
@@ -158,8 +158,8 @@ CUT_BYTES = 4096
 class Division:
     """The concatenated bytes of tensors, divided into `num_parts` parts of about equal size.
 
-    The rank of part 0 also writes `ahead_bytes` other bytes, which count as a part of its share. If they are at
-    most an equal share of all bytes, every share differs from an equal one by less than CUT_BYTES.
+    The rank of part 0 also writes `ahead_bytes` other bytes, which count toward its share. If `ahead_bytes` is at most
+    an equal share of all bytes, every share differs from an equal share by less than CUT_BYTES.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]], *, num_parts: int, ahead_bytes: int = 0) -> None:
@@ -220,7 +220,7 @@ class Division:
         return cut - (cut - self._begins[bisect_right(self._begins, cut) - 1]) % CUT_BYTES
 
     def boundaries(self, parts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the byte positions in the concatenated tensors at which these parts begin.
+        """Returns the byte positions in the concatenated tensors at which the parts with the indices `parts` begin.
 
         The result has the shape and dtype of `parts`. The position of part `num_parts` is the end of the tensors.
         """
@@ -245,7 +245,7 @@ PieceKey: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPiece:
-    """One dataset: the elements of `box`, a box of `PlannedTensor.view`. `shape` is the dataset's shape."""
+    """One dataset of shape `shape`: the elements of `box`, a rectangular region of `PlannedTensor.view`."""
 
     file: int
     dataset: str
@@ -255,10 +255,13 @@ class PlannedPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTensor:
-    """A tensor of the plan. Its pieces and extents are boxes of an array of shape `view`, which has the same elements.
+    """A tensor of the plan.
 
-    For replicated tensors `view` is `(num_elems,)`, so that an extent can be any range of elements; for sharded
-    ones it is the tensor's own shape.
+    The pieces and extents of the tensor are boxes (rectangular regions) of an array of shape `view`, which has the same
+    elements.
+
+    For replicated tensors `view` is `(num_elems,)`, so that an extent can be any range of elements; for sharded tensors
+    `view` is the tensor's own shape.
     """
 
     name: str
@@ -277,7 +280,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """A box of a tensor that one rank writes, and that is hashed as a whole.
+    """A box (rectangular region) of a tensor that one rank writes, and that is hashed as a whole.
 
     Attributes:
         tensor: Index of the tensor in the plan.
@@ -370,7 +373,7 @@ class WritePlan:
         return sum(e.box.num_elems * self.tensors[e.tensor].elem_bytes for e in self.extents_of(rank))
 
     def extents_of(self, rank: int) -> list[Extent]:
-        """Returns the extents that `rank` writes."""
+        """Returns the extents (regions that are hashed as a whole) that `rank` writes."""
         extents: list[Extent] = []
 
         def add(tensor: int, piece: int, box: Box, *, source: int, start: int) -> None:
@@ -402,7 +405,7 @@ class WritePlan:
         return extents
 
     def pieces_in(self, file: int) -> dict[PieceKey, PlannedPiece]:
-        """Returns the pieces in one file, in the order of tensors and pieces."""
+        """Returns the pieces (HDF5 datasets with parts of tensors) in one file, in the order of tensors and pieces."""
         found = {}
         for (tensor, number), nth, box in sorted(self._boxes_in(file)):
             planned = self.tensors[tensor]
@@ -413,7 +416,7 @@ class WritePlan:
         return found
 
     def pieces(self) -> list[list[PlannedPiece]]:
-        """Returns all pieces of each tensor, in order."""
+        """Returns all pieces (HDF5 datasets) of each tensor, in order."""
         found: list[dict[int, PlannedPiece]] = [{} for _ in self.tensors]
         for file in range(self.files.count):
             for (tensor, number), piece in self.pieces_in(file).items():

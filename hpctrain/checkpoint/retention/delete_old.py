@@ -1,4 +1,4 @@
-"""Deletes checkpoints that are no longer kept, after a newer one was committed. Done by one rank; not collective."""
+"""Deletes checkpoints that are no longer kept, after a new checkpoint was committed. One rank does this."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Best:
     def among(self, quality: Mapping[int, float]) -> int | None:
         """Returns the step with the best value.
 
-        If several steps have the best value, the oldest of them is returned. NaN is never the best.
+        If several steps have the best value, the oldest of these steps is returned. NaN is never the best.
 
         Args:
             quality: The metric's value by step.
@@ -127,8 +127,8 @@ def steps_to_delete(
     """Returns, ascending, the steps whose checkpoints are to be deleted after the commit of step `saved`.
 
     Of the steps up to `saved` the newest `keep.last` are kept, always including `saved`. Steps beyond `saved` exist
-    if the run resumed from an older checkpoint. They are neither counted nor deleted, since counting them could
-    delete the checkpoint just saved. `quality` contains the values of the metric of `keep.best` by step; a step
+    if the run resumed from an older checkpoint. Such steps are neither counted nor deleted: if they were counted, the
+    checkpoint just saved could be deleted. `quality` contains the values of the metric of `keep.best` by step; a step
     without a value is never the best.
     """
     retention = Retention.of(keep)
@@ -175,7 +175,7 @@ def daly_interval_s(*, cost_s: float, failure_every_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalAdvice:
-    """The recommended save interval, and the measurements that it follows from, in seconds.
+    """The recommended save interval, and the measurements from which the interval follows, in seconds.
 
     Attributes:
         interval_s: Training time between two checkpoints.

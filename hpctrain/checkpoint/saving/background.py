@@ -73,7 +73,10 @@ class BackgroundThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the thread after the calls submitted so far, and accepts no new ones. `cancel_futures` has no effect."""
+        """Ends the thread after the calls submitted so far, and accepts no new calls.
+
+        `cancel_futures` has no effect.
+        """
         if not self._closed:
             self._closed = True
             self._tasks.put(None)

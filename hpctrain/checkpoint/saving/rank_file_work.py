@@ -225,8 +225,8 @@ def create_partial(
 def leads_folder(layout: FileLayout, *, comm: Collective, options: SaveOptions) -> bool:
     """Returns True if this rank creates and renames the checkpoint. Not collective.
 
-    That rank is rank 0. In local mode each node has a checkpoint folder of its own, and the leader of each file
-    creates and renames it.
+    That rank is rank 0. In local mode each node has a checkpoint folder of its own, and the leader of the node's file
+    creates and renames the folder.
     """
     return layout.skeleton is not None if options.local else comm.rank == 0
 
@@ -293,8 +293,8 @@ class FileWork:
     def commit(self, content_results: Sequence[bytes]) -> dict[str, Any]:
         """Does this rank's part of the commit.
 
-        Rank 0 writes the metadata and the commit header. A rank that leads a folder (see `leads_folder`) renames
-        it. `content_results` contains the result of `write_content` on each rank. Returns a dict with two entries:
+        Rank 0 writes the metadata and the commit header. A rank that leads a folder (see `leads_folder`) renames that
+        folder. `content_results` contains the result of `write_content` on each rank. Returns a dict with two entries:
         "bytes" is the size of the checkpoint (0 except on rank 0), "notes" is a list of messages.
         """
         notes: list[str] = []
@@ -327,8 +327,8 @@ class FileWork:
         """Removes the files of a save that failed on any rank.
 
         `committing` is True if `commit` was started. In local mode this rank may then have renamed the checkpoint
-        already, so the checkpoint with the final name is removed too. In all other cases a checkpoint with the
-        final name is kept, since it may be an older one of the same step.
+        already, so the checkpoint with the final name is removed too. In all other cases a checkpoint with the final
+        name is kept, since this may be an older checkpoint of the same step.
         """
         if self._leads_folder:
             for path in (self.partial, *([self.final] if self.options.local and committing else [])):

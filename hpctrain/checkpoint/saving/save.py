@@ -4,9 +4,9 @@ The function `phases_of_save` is the whole save, from top to bottom: the ranks a
 replicated tensors, every rank writes its bytes and flushes them, rank 0 writes the metadata, and a rename commits
 the checkpoint.
 
-During a phase every rank works on files without communicating, in the calling thread or in another one. Between
-phases all ranks exchange their results and start the next phase. So only the calling thread communicates, and
-training can continue while files are written: the exchanges are small and happen at step boundaries.
+During a phase every rank works on files without communicating, in the calling thread or in another thread. Between
+phases all ranks exchange their results and start the next phase. So only the calling thread communicates, and training
+can continue while files are written: the exchanges are small and happen at step boundaries.
 
 In `local` mode the leader of each file creates and renames a separate folder, on the storage of its node. The file
 operations of a rank are in `rank_file_work`.
@@ -54,7 +54,7 @@ class SaveResult:
         bytes: Total length of the checkpoint's files.
         seconds: Time from the start of the save to its commit, on this rank.
         stall_s: The part of `seconds` in which the save blocked the calling thread, and so the training.
-        own_write_s: Time in which this rank wrote and flushed its bytes, in seconds. With the engine `mpio` it
+        own_write_s: Time in which this rank wrote and flushed its bytes, in seconds. With the engine `mpio` this time
             includes waiting for other ranks.
         engine: The engine that wrote the files.
         note: Why this engine was chosen, and any warnings.
@@ -145,8 +145,8 @@ class CheckpointSave:
             step: Step of the checkpoint, which its name contains; the same on every rank.
             comm: The ranks that save together.
             options: Options of the save, the same on every rank.
-            buffers: Host memory for a copy of the state. With it, the tensors may change as soon as this returns;
-                without it, they must not change until the save is finished.
+            buffers: Host memory for a copy of the state. With `buffers`, the tensors may change as soon as this
+                returns; without, they must not change until the save is finished.
             executor: Runs the file operations, which do not communicate. None: the file operations run in the
                 calling thread, in this call and in `advance`.
 
@@ -365,8 +365,8 @@ def save(
         directory: Directory of the checkpoints, created if necessary; the same on every rank.
         step: Step of the checkpoint, 0 or more; the same on every rank.
         comm: The ranks that save together, such as `session.world`.
-        keep: Which checkpoints to keep: a `Retention`, the number of the newest ones to keep, or None for all.
-        engine: How the bytes are written; the content of the files does not depend on it.
+        keep: Which checkpoints to keep: a `Retention`, the number of newest checkpoints to keep, or None for all.
+        engine: How the bytes are written; every engine writes the same content.
         **options: Further fields of `SaveOptions`, such as `files` or `limit_mb_per_s`.
 
     Returns:

@@ -21,7 +21,7 @@ class SaveOptions:
     """Options of a save. They must be the same on every rank.
 
     Attributes:
-        keep: Which checkpoints to keep after the commit: a `Retention`, the number of the newest ones to keep, or
+        keep: Which checkpoints to keep after the commit: a `Retention`, the number of newest checkpoints to keep, or
             None for all.
         engine: How the bytes are written: "auto", "direct" or "mpio" (see `Engine`).
         files: Number of files. 1: one file. K > 1: a folder of K files, each written by a group of consecutive
@@ -32,8 +32,8 @@ class SaveOptions:
             `files="node"`.
         limit_mb_per_s: Maximum write rate per rank, in 10^6 bytes/s; None: no limit.
         page_cache: Whether the engine `direct` writes through the page cache: "use", "bypass" or "auto". "auto"
-            bypasses it on filesystems where this is known to be faster, except for `local` files, which are soon
-            read again.
+            bypasses the page cache on filesystems where this is known to be faster, except for `local` files, which are
+            soon read again.
         replica_check: How much of the ranks' copies of `Replicated` tensors a save compares. "sampled": 1/64 of
             each tensor, at most 64 MiB in total, a different part in each save. "full": every byte, hashed by every
             rank. "off": nothing.

@@ -1,6 +1,6 @@
 """`Saver` runs the saves of one run, one at a time, in the foreground or in the background.
 
-The module also receives requests for a checkpoint on demand, by a file or by a signal. It is independent of the
+The module also receives requests for a checkpoint on demand, by a file or by a signal. The module is independent of the
 training loop. All ranks must call a collective method after the same step. `Saver.ready` is not collective, so its
 result can be added to an all-reduce that the training loop does anyway.
 """
@@ -68,12 +68,12 @@ def saving_into(
 class Saver:
     """Runs the saves of a run in one mode, with at most one save in progress.
 
-    At the end of a `with` block it waits for the save in progress. An error of a background save is raised on all
-    ranks, by the collective method that is called next.
+    At the end of a `with` block, the object waits for the save in progress. An error of a background save is raised on
+    all ranks, by the collective method that is called next.
 
     Args:
-        begin: Function that starts a save. It takes the arguments of `CheckpointSave.begin` except `directory`,
-            `comm` and `options`; `saving_into` or `saving_through` makes it.
+        begin: Function that starts a save. The function takes the arguments of `CheckpointSave.begin` except
+            `directory`, `comm` and `options`; `saving_into` or `saving_through` makes the function.
         comm: The ranks that save together.
         mode: Whether training waits for the whole save ("sync") or only for the copy of the state ("async").
         when_busy: What a new save does while another is in progress: "wait" or "skip".
@@ -139,11 +139,11 @@ class Saver:
             step: Step of the checkpoint; the same on every rank.
 
         Returns:
-            False if the save was skipped because another one is in progress.
+            False if the save was skipped because another save is in progress.
 
         Raises:
             UsageError: After `close`.
-            CheckpointError: On every rank, if this save or the one before has failed.
+            CheckpointError: On every rank, if this save or the previous save has failed.
         """
         if self._closed:
             raise UsageError(f"cannot save step {step}: this Saver is closed; create another")
@@ -158,15 +158,15 @@ class Saver:
     def advance(self) -> None:
         """Takes the save in progress to its next phase, after waiting for this rank's work. Collective.
 
-        It takes almost no time if `ready` is True on all ranks. Does nothing if no save is in progress.
+        The call takes almost no time if `ready` is True on all ranks. Does nothing if no save is in progress.
         """
         self._continue(CheckpointSave.advance)
 
     def poll(self) -> None:
         """Calls `advance` if `ready` is True on all ranks. Collective.
 
-        It costs an all-reduce of one number while a save is in progress, nothing otherwise. It is for loops that
-        have no all-reduce of their own to which the result of `ready` could be added.
+        A call costs an all-reduce of one number while a save is in progress, nothing otherwise. `poll` is for loops
+        that have no all-reduce of their own to which the result of `ready` could be added.
         """
         if self._saving is None:
             return
@@ -299,8 +299,8 @@ class CheckpointRequests:
 
     `run_directory` is the directory of the request file; only one rank passes it, the others pass None. `every_s`
     is the minimum time between two polls of the file, since the directory is on a shared filesystem. A signal that
-    arrives less than `same_request_s` seconds after a save is ignored, since a signal sent to all ranks reaches
-    them at different times: it belongs to the request for that save.
+    arrives less than `same_request_s` seconds after a save is ignored: a signal sent to all ranks reaches them at
+    different times, so a late one still belongs to the request for that save.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Pace:
         self._passed_bytes = 0
 
     def passed(self, num_bytes: int) -> None:
-        """Counts `num_bytes` transferred bytes and sleeps until the rate allows the next ones."""
+        """Counts `num_bytes` transferred bytes and sleeps until the rate allows the next bytes."""
         if self._limit is None:
             return
         self._passed_bytes += num_bytes
@@ -171,14 +171,14 @@ def copy_file(
 ) -> DrainedFile:
     """Copies `source` to the new file `target` and flushes it to disk; the caller flushes the directory.
 
-    It uses COPY_CHUNK_BYTES of memory.
+    Uses COPY_CHUNK_BYTES of memory.
 
     Args:
         source: The file to copy.
         target: The new file, which is removed if this raises.
         expected: Required hash of the content; "": any.
         pace: Rate limiter; None: no limit.
-        on_bytes: Called with the length of each piece; it may raise to stop the copy.
+        on_bytes: Called with the length of each piece. The function may raise to stop the copy.
 
     Raises:
         UnreadableError: If `source` cannot be read or is damaged.
@@ -244,9 +244,9 @@ class Committed:
 
 
 def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
-    """Verifies the structure of the drained checkpoint and commits it by renaming it.
+    """Verifies the structure of the drained checkpoint, and commits the checkpoint by a rename.
 
-    It replaces a checkpoint of the same step. Raises CheckpointError if the shared folder cannot be written.
+    An existing checkpoint of the same step is replaced. Raises CheckpointError if the shared folder cannot be written.
     """
     flush_folder(partial)
     try:

@@ -38,7 +38,7 @@ _MAX_NOTE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A checkpoint file on a node, as described by its note.
+    """A checkpoint file on a node, as described by the small metadata file beside it (its note).
 
     Attributes:
         path: The file.
@@ -68,7 +68,7 @@ class Held:
 def run_key(shared: Path) -> str:
     """Returns the name of the run's folder on every node.
 
-    It depends only on the path of the shared checkpoint directory.
+    The name depends only on the path of the shared checkpoint directory.
     """
     resolved = os.path.realpath(shared)
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(Path(resolved).parts[-2:])).strip("-")[:60]
@@ -79,8 +79,8 @@ def run_key(shared: Path) -> str:
 class LocalStore:
     """One node's folder in LOCAL/<run>.
 
-    Of each kind of file, OWN and PARTNER, it keeps those of the newest `keep_steps` steps. `keep_steps` is at least
-    1.
+    Of each kind of file, OWN and PARTNER, the store keeps the files of the newest `keep_steps` steps. `keep_steps` is
+    at least 1.
     """
 
     base: Path  # LOCAL/<run>
@@ -144,9 +144,9 @@ class LocalStore:
     # ------------------------------------------------------------------ retention
 
     def prune(self, kind: str) -> None:
-        """Removes the files of `kind` that are older than the newest `keep_steps` complete ones.
+        """Removes the files of `kind` that are older than the newest `keep_steps` complete files.
 
-        Complete files are those with a note; older incomplete files are removed as well. Raises CheckpointError.
+        A file is complete if it has a note; older incomplete files are removed as well. Raises CheckpointError.
         """
         directory = self.root / kind
         with explained(action="remove older copies from", path=directory):
@@ -171,7 +171,7 @@ def forget_under(base: Path, *, from_step: int) -> None:
 
 
 def note_directory(base: Path, *, shared: Path) -> None:
-    """Records in LOCAL/<run> which shared checkpoint directory it belongs to. Raises CheckpointError."""
+    """Records in LOCAL/<run> to which shared checkpoint directory the run saves. Raises CheckpointError."""
     path = base / _DIRECTORY
     content = f"{os.path.realpath(shared)}\n".encode()
     with explained(action="write", path=path):

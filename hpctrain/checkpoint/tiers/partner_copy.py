@@ -76,9 +76,9 @@ class PartnerAddress:
 def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float) -> socket.socket:
     """Returns an authenticated connection to the partner. Raises PartnerError.
 
-    It tries all addresses in turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so
-    that an address that never answers (behind a firewall) leaves time for the others. Later waits on the connection
-    are limited to `timeout_s` seconds each.
+    All addresses are tried in turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so
+    that an address that never answers (behind a firewall) leaves time for the others. Later waits on the connection are
+    limited to `timeout_s` seconds each.
     """
     deadline, reasons = time.monotonic() + within_s, dict[str, str]()
     each_s = within_s / (2 * max(1, len(partner.addresses)))
@@ -126,8 +126,8 @@ def _connect_to(
 def accept(connection: socket.socket, *, node: str, token: bytes, timeout_s: float) -> None:
     """Does the server's side of the handshake in `connect`. Raises PartnerError or OSError.
 
-    It takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the client sends. Later waits
-    on the connection are limited to `timeout_s` seconds each.
+    The handshake takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the client sends.
+    Later waits on the connection are limited to `timeout_s` seconds each.
     """
     within_s = min(timeout_s, HANDSHAKE_WITHIN_S)
     deadline = time.monotonic() + within_s
@@ -154,7 +154,7 @@ def send_partner_message(connection: socket.socket, value: Mapping[str, Any]) ->
 
 
 def receive_partner_message(connection: socket.socket) -> dict[str, Any]:
-    """Returns the next message. Raises PartnerError if it is too long or not a JSON object, and OSError."""
+    """Returns the next message. Raises PartnerError if the message is too long or not a JSON object, and OSError."""
     (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
     if length > _MAX_MESSAGE_BYTES:
         raise PartnerError(f"a message of {length} bytes was announced; the limit is {_MAX_MESSAGE_BYTES}")
@@ -471,9 +471,9 @@ def send_file(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> DrainedFile:
-    """Sends the file that `offer` describes. Returns when the partner has verified its hash and flushed it to disk.
+    """Sends the file that `offer` describes. Returns when the partner has verified and flushed the copy to disk.
 
-    It uses 1 MiB of memory.
+    Uses 1 MiB of memory.
 
     Args:
         path: The file.
@@ -482,7 +482,7 @@ def send_file(
         token: Secret shared by the run's leaders.
         pace: Rate limiter; None: no limit.
         timeout_s: Longest time to wait for an answer, in seconds.
-        on_bytes: Called with the length of each piece; it may raise to stop.
+        on_bytes: Called with the length of each piece. The function may raise to stop.
 
     Raises:
         PartnerError: If the partner cannot be reached or fails. The message states the partner's name and the

@@ -1,8 +1,8 @@
 """Recovery at the start of a run: drains a checkpoint that is on the nodes but did not reach the shared folder.
 
-It copies the newest checkpoint of which every file is on some node, as the node's own or as a partner's copy, to
-the shared folder and commits it there, where a load finds it. One node may be lost, and the run may have other
-nodes than before.
+`recover` copies the newest checkpoint of which every file is on some node, as the node's own or as a partner's copy, to
+the shared folder and commits it there, where a load finds it. One node may be lost, and the run may have other nodes
+than before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Recovered:
     """Result of `recover`.
 
     Attributes:
-        path: The recovered checkpoint, now in the shared folder; None if there was none to recover.
+        path: The recovered checkpoint, now in the shared folder; None if there was no checkpoint to recover.
         step: Step of the recovered checkpoint, or None.
         notes: Messages for the user about damaged copies, and about steps that cannot be recovered because one of
             their files is lost.
@@ -101,12 +101,12 @@ def _recover(tiers: Tiers, *, comm: Collective) -> Recovered:
 def plan_recovery(
     held: Sequence[tuple[int, Held]], *, after_step: int, after_unix_s: float
 ) -> tuple[list[RecoverableCheckpoint], list[str]]:
-    """Returns the checkpoints that can be recovered, newest first, and notes on those that cannot. Pure.
+    """Returns the checkpoints that can be recovered, newest first, and notes on checkpoints that cannot. Pure.
 
     Only checkpoints with a step above `after_step` that were saved after `after_unix_s` are considered. `held`
-    contains the files on all nodes, each with a rank on the node. Of several copies of a file, those with a known
-    hash are preferred to those never read as a whole, then a node's own files to partner copies, then the first in
-    `held`.
+    contains the files on all nodes, each with a rank on the node. Of several copies of a file, copies with a known hash
+    are preferred to copies that were never read as a whole, then a node's own files to partner copies, then the first
+    in `held`.
     """
     saves: dict[tuple[int, float, str], list[tuple[int, Held]]] = {}
     for rank, entry in held:

@@ -67,7 +67,7 @@ _TOKEN_BYTES = 32
 class Tiers:
     """The two locations of a run's checkpoints, node storage and a shared folder. Create it with `open`.
 
-    It also connects this node to its partner node.
+    Also connects this node to its partner node.
 
     Attributes:
         shared: Directory of the finished checkpoints, which all nodes share.
@@ -206,8 +206,8 @@ class Tiers:
     def forget(self, *, from_step: int = 0, comm: Collective) -> None:
         """Removes the nodes' files of step `from_step` and later. Collective.
 
-        A run must call it if it starts from scratch, or resumes from an older checkpoint than the newest. Otherwise
-        its next start would recover steps that the run has discarded.
+        A run must call `forget` if it starts from scratch, or resumes from an older checkpoint than the newest.
+        Otherwise the next start of the run would recover steps that this start has discarded.
 
         Args:
             from_step: The first step to remove.
@@ -234,9 +234,9 @@ class Tiers:
     ) -> CheckpointSave:
         """Starts a save to node storage, from which it is drained to the shared folder. Collective.
 
-        It first removes the nodes' files of this step and later ones, since the run will write these again. The
-        checkpoint counts as saved once it is committed in the shared folder. A failed copy to a partner node is not
-        an error; the note of the result reports it. After an error the local copies remain, from which the next start
+        First removes the nodes' files of this step and later steps, since the run will write these files again. The
+        checkpoint counts as saved once it is committed in the shared folder. A failed copy to a partner node is not an
+        error; the note of the result reports it. After an error the local copies remain, from which the next start
         recovers.
 
         Args:
@@ -245,7 +245,8 @@ class Tiers:
             comm: All ranks of the topology that these tiers were opened with.
             options: As in `CheckpointSave.begin`, but `files`, `node_of_rank` and `local` are overridden, and `keep`
                 applies to the shared folder.
-            buffers: Host memory for a copy of the state. With it, the tensors may change as soon as this returns.
+            buffers: Host memory for a copy of the state. With `buffers`, the tensors may change as soon as this
+                returns.
             executor: Runs the writing and copying of files; None: they run at once, in the calling thread.
 
         Returns:
@@ -441,8 +442,8 @@ class RunIdentity:
 def identify_run(directory: Path, *, checkpoints: Path, comm: Collective) -> RunIdentity:
     """Returns the identity of the run in the existing `directory`; a run without an identity gets one. Collective.
 
-    `checkpoints` is the directory to which the run saves; runs of earlier versions are identified by its path.
-    Raises LaunchError on every rank if the file with the identity cannot be read or written.
+    `checkpoints` is the directory to which the run saves; runs of earlier versions are identified by the path of
+    `checkpoints`. Raises LaunchError on every rank if the file with the identity cannot be read or written.
     """
     found = on_rank_0(comm, lambda: _identify(directory, checkpoints=checkpoints))
     return RunIdentity(id=found[0], is_new=found[1])

@@ -107,8 +107,8 @@ class HorovodWorld(Forwarding):
     def abort(self, exit_code: int) -> None:
         """Ends all ranks with `exit_code`, from any thread.
 
-        Calls MPI_Abort if mpi4py is installed. Otherwise it ends this process at once, and the launcher then ends the
-        others, because a rank has ended without finalizing.
+        Calls MPI_Abort if mpi4py is installed. Otherwise this process ends at once, and the launcher then ends all
+        other ranks, because a rank has ended without finalizing.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -136,9 +136,9 @@ class HorovodOverMpi(Forwarding):
     """An MPI world that uses Horovod only for reduction worlds. All other operations use MPI, so `backend` is `mpi`.
 
     Horovod's thread polls inside MPI on a core that also computes, and every operation waits for the thread's next
-    cycle. Two ranks on two cores ran 825 backward passes/s without Horovod and 480 with an idle one; a checkpoint took
-    4.5 s instead of 0.17. So control messages and hpctrain's own reductions use MPI. `open_reduction_world` starts
-    Horovod, and closing the last reduction world stops Horovod. See docs/adr/0023.
+    cycle. Two ranks on two cores ran 825 backward passes/s without Horovod and 480 with an idle Horovod; a checkpoint
+    took 4.5 s instead of 0.17 s. So control messages and hpctrain's own reductions use MPI. `open_reduction_world`
+    starts Horovod, and closing the last reduction world stops Horovod. See docs/adr/0023.
     """
 
     def __init__(

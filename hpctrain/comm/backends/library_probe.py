@@ -1,4 +1,4 @@
-"""Facts about the installed communication libraries, for `hpctrain doctor`. None of them is started.
+"""Facts about the installed communication libraries, for `hpctrain doctor`. No library is started.
 
 The libraries are imported through importlib, so that a missing library is reported and raises no error. MPI is the
 exception: loading `mpi4py.MPI` may start MPI, and a failed start ends the process. MPI is therefore probed after a

@@ -91,7 +91,7 @@ def make_collective_files(mpi: Any, members: Sequence[int]) -> CollectiveFiles:
 
 @final
 class MpiGroup(Attributes):
-    """Collective operations over one MPI communicator. The constructor is collective over it.
+    """Collective operations over one MPI communicator. The constructor is collective over this communicator.
 
     comm: mpi4py communicator, used by this object only.
     polls: if True, this object waits by polling the operation with pauses, so that another thread can use the core.

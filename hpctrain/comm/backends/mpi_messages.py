@@ -77,7 +77,7 @@ _AHEAD_BYTES = 1 << 21  # that are sent before any piece has arrived
 
 @final
 class MessageRing:
-    """A ring over the ranks of a communicator, in which each rank sends only to the next one.
+    """A ring over the ranks of a communicator, in which each rank sends only to the next rank.
 
     All methods are collective. Of consecutive ranks on a node, only one sends to another node. Each element therefore
     leaves a node once, and several ranks never send over one link at the same time. A rank passes on each piece as

@@ -219,8 +219,8 @@ def can_open_transport() -> bool:
 def open_transport(topology: Topology) -> Transport:
     """Returns a transport over all ranks, in a separate message space. Collective.
 
-    It also works if Horovod, and not hpctrain, has initialized MPI. Raises LaunchError if mpi4py is missing or MPI is
-    not running.
+    Also works if Horovod, and not hpctrain, has initialized MPI. Raises LaunchError if mpi4py is missing or MPI is not
+    running.
     """
     mpi = _import_mpi(initialize=False)
     if not mpi.Is_initialized():
@@ -229,7 +229,7 @@ def open_transport(topology: Topology) -> Transport:
 
 
 def open_remote_memory(num_bytes: int) -> RemoteMemory:
-    """Implements `World.remote_memory`. Collective over all ranks. It also works if Horovod has initialized MPI."""
+    """Implements `World.remote_memory`. Collective over all ranks. Also works if Horovod has initialized MPI."""
     mpi = _import_mpi(initialize=False)
     return MpiRemoteMemory(mpi, mpi.COMM_WORLD.Dup(), num_bytes=num_bytes)
 
@@ -237,7 +237,7 @@ def open_remote_memory(num_bytes: int) -> RemoteMemory:
 def open_collective_files(members: Sequence[int]) -> CollectiveFiles:
     """Returns collective files for the world ranks `members`. Collective over `members`.
 
-    It also works if Horovod has initialized MPI. Raises CommunicationError if `members` are not ranks of COMM_WORLD.
+    Also works if Horovod has initialized MPI. Raises CommunicationError if `members` are not ranks of COMM_WORLD.
     """
     return make_collective_files(_import_mpi(initialize=False), members)
 

@@ -1,4 +1,4 @@
-"""Opens the requested backend, or the best one available."""
+"""Opens the requested backend, or the best available backend."""
 
 from __future__ import annotations
 

@@ -45,10 +45,10 @@ NCCL_VARIABLES = {
 class HorovodBuild:
     """Capabilities of the loaded Horovod.
 
-    nccl: True if it is built with NCCL.
-    mpi: True if it runs over MPI, and not over Gloo alone.
+    nccl: True if Horovod is built with NCCL.
+    mpi: True if Horovod runs over MPI, and not over Gloo alone.
     nccl_asked: key of `NCCL_VARIABLES` whose algorithm was switched on when Horovod started, or None. Horovod silently
-    ignores an algorithm that it does not support.
+    ignores unsupported algorithms.
     """
 
     nccl: bool
@@ -86,7 +86,7 @@ def has_groups(environ: Mapping[str, str]) -> bool:
 
 
 def nccl_asked(environ: Mapping[str, str]) -> str | None:
-    """Returns the key of `NCCL_VARIABLES` that is switched on in `environ`, parsed as Horovod does; None if none is."""
+    """Returns the key of `NCCL_VARIABLES` that is switched on in `environ`, parsed as Horovod does; else None."""
     for name, variable in NCCL_VARIABLES.items():
         digits = environ.get(variable, "").strip()
         if digits.lstrip("+").isdecimal() and int(digits) > 0:
@@ -125,7 +125,7 @@ def why_no_nccl(
 
 
 def nccl_in_effect(build: HorovodBuild | None, *, topology: Topology, device_type: str) -> str | None:
-    """Returns the two-level algorithm that Horovod's all-reduce runs; None if it runs the flat one. Pure."""
+    """Returns the two-level algorithm that Horovod's all-reduce runs; None for the flat algorithm. Pure."""
     asked = build.nccl_asked if build is not None else None
     if asked is None or why_no_nccl(asked, build=build, topology=topology, device_type=device_type):
         return None

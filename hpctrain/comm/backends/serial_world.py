@@ -28,7 +28,7 @@ from hpctrain.topology import Topology
 
 @final
 class SerialGroup(Attributes):
-    """A group of one rank. Other backends use it too, with their own name as `backend`."""
+    """A group of one rank. Other backends use this class too, with their own name as `backend`."""
 
     def __init__(self, *, member: int = 0, backend: str = "serial") -> None:
         self._member = member

@@ -68,7 +68,7 @@ def doing(comm: Collective, what: str) -> Iterator[None]:
 def in_section(comm: Collective, section: Section | None) -> Iterator[None]:
     """Applies the time limit of `section` to the operations in the `with` block.
 
-    It does not communicate, but every rank must enter and leave the section at the same place in its sequence of
+    This does not communicate, but every rank must enter and leave the section at the same place in its sequence of
     operations. The innermost section counts; None means no section, so that the limit of the whole run applies. Has no
     effect on a communicator without a deadline.
     """
@@ -83,8 +83,7 @@ def in_section(comm: Collective, section: Section | None) -> Iterator[None]:
 def without_limit(comm: Collective) -> Iterator[None]:
     """Lets operations of `comm` in the `with` block wait without a deadline. Not collective.
 
-    It is for a rank that has nothing to do until other ranks call it. Has no effect on a communicator without a
-    deadline.
+    Use it on a rank that has nothing to do until other ranks call. Has no effect on a communicator without a deadline.
     """
     if _says_what_it_does(comm):
         with comm.without_limit():

@@ -201,10 +201,10 @@ def on_rank_0(
 def check_same(
     comm: Collective, *, name: str, value: Any, error: type[HpctrainError] = CommunicationError
 ) -> None:
-    """Raises `error` on every rank unless `value` is equal on all of them. Collective.
+    """Raises `error` on every rank unless `value` is equal on all ranks. Collective.
 
-    The message names the ranks that differ from the majority. If several values are equally frequent, the one that
-    occurs on the lowest rank counts as the majority's. `value` must be convertible to JSON.
+    The message names the ranks that differ from the majority. If several values are equally frequent, the value of the
+    lowest rank counts as that of the majority. `value` must be convertible to JSON.
 
     name: description of `value` for the message.
     """
@@ -257,9 +257,9 @@ VISIBLE_WITHIN_S = 20.0
 def make_shared_folder(directory: Path, *, comm: Collective) -> None:
     """Creates `directory` and its parents on rank 0, unless they exist, and waits until all ranks see it. Collective.
 
-    Only one rank creates it, because of dispersed GlusterFS volumes that lack a server: if all ranks create the folder
-    at once, different servers keep the folder that different nodes have created, and every access to a file in it fails
-    with "stale file handle" from then on.
+    Only one rank creates the folder, because of dispersed GlusterFS volumes that lack a server: if all ranks create the
+    folder at once, different servers keep the folder that different nodes have created, and every access to a file in
+    it fails with "stale file handle" from then on.
 
     Raises LaunchError on all ranks if the folder cannot be created, or if a rank does not see it within
     `VISIBLE_WITHIN_S`.

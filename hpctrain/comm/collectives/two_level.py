@@ -139,7 +139,7 @@ class Traffic:
         return _CountedGroup(comm, traffic=self, elsewhere=self._elsewhere(comm))
 
     def counted_levels(self, levels: TwoLevel) -> TwoLevel:
-        """Returns `levels` with both communicators replaced by counting ones. Not collective."""
+        """Returns `levels` with both communicators replaced by counting communicators. Not collective."""
         cross = self.counted(levels.cross) if levels.cross is not None else None
         return replace(levels, local=self.counted(levels.local), cross=cross)
 

@@ -26,7 +26,7 @@ def broadcast_tensors(
     root: int = 0,
     name: str = "the tensors to broadcast",
 ) -> None:
-    """Copies `tensors` from the group's rank `root` into those of every other rank, in place. Collective.
+    """Copies `tensors` from the group's rank `root` into the `tensors` of every other rank, in place. Collective.
 
     tensors: tensors of any shape and layout. They are sent as raw bytes, so dtypes that a backend cannot reduce (bool,
     bfloat16) can be copied too. Messages have up to `MESSAGE_BYTES`, and each rank holds a copy of one message at a

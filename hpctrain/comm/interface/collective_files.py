@@ -1,4 +1,4 @@
-"""Collective reading and writing of files through MPI-IO, which merges many small requests into few large ones.
+"""Collective reading and writing of files through MPI-IO, which merges many small requests into few large requests.
 
 A collective write is two-phase I/O: the ranks exchange their data, and then each writes large extents. The MPI backend
 passes the module and the communicator; nothing here imports mpi4py.

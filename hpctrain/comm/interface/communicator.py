@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -165,8 +166,8 @@ class World(Collective, Protocol):
     def open_reduction_world(self) -> World:
         """Returns a world of the same ranks over `reduction_backend`, with a separate message space. Collective.
 
-        It is for reductions by that backend's own operations. Close the world after these reductions: Horovod's thread
-        takes CPU time from training, and runs only while such a world is open.
+        Use this world for reductions by that backend's own operations. Close the world after these reductions:
+        Horovod's thread takes CPU time from training, and runs only while such a world is open.
         """
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collective | None:
@@ -202,12 +203,12 @@ class World(Collective, Protocol):
         """
 
     def transport(self, topology: Topology) -> Transport | None:
-        """Returns point-to-point messages and node-shared memory for all ranks; None if the backend has none.
+        """Returns point-to-point messages and node-shared memory for all ranks; None if the backend lacks these.
 
         Collective.
 
         Args:
-            topology: Placement of the ranks, which decides which of them share memory.
+            topology: Placement of the ranks, which decides which ranks share memory.
         """
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
@@ -247,11 +248,12 @@ class Forwarding(Attributes):
     def backend(self) -> str:
         return self._group.backend
 
-    @property
+    # Kept: each step asks for them dozens of times.
+    @cached_property
     def rank(self) -> int:
         return self._group.rank
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return self._group.num_ranks
 

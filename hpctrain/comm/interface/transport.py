@@ -73,7 +73,7 @@ class Transport(Protocol):
     def begun(self, what: str) -> None:
         """Tells the watchdog that the next reduction, named `what`, has started.
 
-        Every rank calls it the same number of times.
+        Every rank must call this method the same number of times.
         """
 
     def waits(self, what: str) -> None:
@@ -83,7 +83,7 @@ class Transport(Protocol):
         """
 
     def progressed(self) -> None:
-        """Tells the watchdog that an operation has made progress, or that none is in flight."""
+        """Tells the watchdog that an operation has made progress, or that no operation is in flight."""
 
     def close(self) -> None:
         """Frees the message space and the shared memory. Collective.

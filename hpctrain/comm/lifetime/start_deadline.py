@@ -320,7 +320,7 @@ def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDead
     """Returns what is known of the ranks of this node.
 
     folder: folder with the files of this node's ranks; None if it is unknown.
-    found: the decoded argument of this file as a program.
+    found: the decoded JSON argument with which this file was started as a program.
     """
     from hpctrain.launch import command_of, processes_of_ranks
 

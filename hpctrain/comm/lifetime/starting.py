@@ -15,8 +15,8 @@ from hpctrain.launch import RANK_PID_VARIABLE, RankIdentity, describe_outer_rank
 def starting(identity: RankIdentity, *, timeout_s: float) -> Iterator[None]:
     """Guards the block that opens the world. Collective over all ranks that the launcher started.
 
-    All ranks end with exit code 6 if one of them does not start within `timeout_s`. Raises LaunchError if this process
-    is only a child of the rank that the launcher started, or if another program has already run as this rank.
+    All ranks end with exit code 6 if any rank does not start within `timeout_s`. Raises LaunchError if this process is
+    only a child of the rank that the launcher started, or if another program has already run as this rank.
     """
     if identity.num_ranks == 1:
         yield

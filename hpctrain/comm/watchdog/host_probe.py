@@ -146,7 +146,7 @@ def targets_of_others(
 ) -> tuple[ProbeTarget, ...]:
     """Returns one target per other host.
 
-    If there are more than `max_hosts` other hosts, each rank chooses `max_hosts` of them at random.
+    If there are more than `max_hosts` other hosts, each rank chooses `max_hosts` of these hosts at random.
     """
     by_host = {target.host: target for target in targets if target.host != here and target.addresses}
     hosts = sorted(by_host)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -237,11 +238,11 @@ class MonitoredGroup(Attributes):
     def backend(self) -> str:
         return self._inner.backend
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self._inner.rank
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return self._inner.num_ranks
 
@@ -340,9 +341,9 @@ class MonitoredGroup(Attributes):
     def agree(self, signature: str) -> None:
         """Raises BufferMismatch on every rank, naming the ranks that differ, unless `signature` is equal on all.
 
-        Collective. It checks only if the backend is MPI, which compares nothing itself: if the buffer of one rank
-        differs, MPI returns wrong sums, hangs, or fails on some ranks. The check costs one all-reduce of 16 bytes. See
-        docs/adr/0015.
+        Collective. The signatures are compared only if the backend is MPI, which compares nothing itself: if the buffer
+        of one rank differs, MPI returns wrong sums, hangs, or fails on some ranks. The check costs one all-reduce of 16
+        bytes. See docs/adr/0015.
         """
         if not self._compared or self.backend != "mpi" or self.num_ranks == 1:
             return
@@ -370,8 +371,8 @@ class Monitored(Forwarding):
     rest must be longer than one rank may legitimately keep the others waiting (a checkpoint, an evaluation on rank 0).
     directory: run directory. If it is given, the constructor calls `publish_in`, and is therefore collective. Without
     it, messages cannot name the missing ranks.
-    watcher, name: for a world that shares the watcher of another world (`open_reduction_world`): that watcher, and the
-    name of this world in messages.
+    watcher, name: for a world that shares the watcher of another world (`open_reduction_world`): the shared watcher,
+    and the name of this world in messages.
 
     Set the attribute `step` to show the current step in messages.
     """
@@ -552,7 +553,8 @@ class Monitored(Forwarding):
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
         """See `World.remote_memory`.
 
-        The deadline applies to the creation of the memory, but not to reads, in which no other rank takes part.
+        The deadline applies to the creation of the memory. It does not apply to reads, since no other rank takes part
+        in a read.
         """
         with self._watcher.during(self._track, "remote_memory", signature="remote_memory"):
             self._all.agree("remote_memory")

@@ -20,8 +20,8 @@ class Track:
     group: name of the communicator, the same on all members.
     members: world ranks of the communicator.
     sequence: number of operations that were started so far.
-    operation, detail: name and description of the current operation, or else of the last one.
-    signature: text with the operation's arguments, which must be equal on all ranks; None if it is not compared.
+    operation, detail: name and description of the current operation; of the last operation if none is running.
+    signature: text with the operation's arguments, which must be equal on all ranks; None if ranks do not compare it.
     limited: False while the time limit is suspended.
     since: start of the current operation on the monotonic clock; None if no operation is running.
     ended: end of the last operation, in seconds since 1970; None before the first operation has ended.
@@ -63,7 +63,7 @@ class Track:
         return self.sequence, self.since
 
     def waited_s(self) -> float:
-        """Returns the seconds since the current operation started; 0 if none is running, or if it has no time limit."""
+        """Returns the seconds since the current operation started; 0 without an operation, or without a time limit."""
         since = self.since
         return 0.0 if since is None or not self.limited else time.monotonic() - since
 
@@ -197,7 +197,8 @@ _GAPS_FORGOTTEN = 0.99  # factor on the usual time between two, for each look th
 class ProgressMonitor:
     """Judges whether operations start and end about as often as before.
 
-    at_most_s: seconds without progress after which the answer is no, however slow the operations were before.
+    at_most_s: seconds without progress after which operations no longer count as making progress, however slow they
+    were before.
     """
 
     at_most_s: float

@@ -59,7 +59,7 @@ class LimitSettings:
     configured: Mapping[Section, float] = field(default_factory=dict)
 
     def limit_s(self, section: Section | None) -> float:
-        """Returns the limit of `section` in seconds. When it is over, the run always ends."""
+        """Returns the limit of `section` in seconds. The run always ends when this time is over."""
         return self.timeout_s if section is None else self.configured.get(section, self.timeout_s)
 
     def longer_by(self, seconds: float) -> LimitSettings:
@@ -74,7 +74,7 @@ class LimitSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedLimit:
-    """Derived limit of a wait in `section`.
+    """Limit of a wait in `section`, derived from measured times.
 
     seconds: the limit.
     slowest_s: slowest of the last `num_measured` times of the section, in seconds.
@@ -98,7 +98,7 @@ class DerivedLimit:
 def derive_limit(
     section: Section, *, slowest_s: float, num_measured: int, settings: LimitSettings
 ) -> DerivedLimit | None:
-    """Returns the derived limit of a section; None if none can be derived, or if it is not less than `timeout_s`."""
+    """Returns a section's limit, derived from measured times; None if no limit below `timeout_s` can be derived."""
     rule = RULES.get(section)
     if (
         rule is None
@@ -205,7 +205,7 @@ class SectionLimits:
         self._measured[section].add(seconds)
 
     def slowest(self, section: Section) -> tuple[float, int]:
-        """Returns the slowest recent time, and the number of times of this attempt among which it is the slowest.
+        """Returns the slowest recent time, and the number of times of this attempt that were compared.
 
         The slowest time of earlier attempts is taken into account too.
         """
@@ -232,7 +232,7 @@ class SectionLimits:
         return found
 
     def derived(self, section: Section | None) -> DerivedLimit | None:
-        """Returns the derived limit of `section`; None if there is none at present."""
+        """Returns the limit derived from measured times of `section`; None if no limit can be derived at present."""
         if section is None or (found := self._measured.get(section)) is None:
             return None
         return derive_limit(
@@ -268,16 +268,16 @@ class SectionLimits:
     def first_limit_s(self) -> float:
         """Seconds of waiting after which a late rank may be judged as hung.
 
-        It is `wait_limit_s` if there is no derived limit.
+        Equal to `wait_limit_s` if there is no derived limit.
         """
         early = self.early
         return self.wait_limit_s if early is None else min(early.seconds, self.wait_limit_s)
 
     @property
     def early(self) -> DerivedLimit | None:
-        """Derived limit of a wait in the current section.
+        """Limit of a wait in the current section, derived from measured times.
 
-        It is None if no limit could be derived yet, or if a late rank may be in a section that has no derived limit, or
+        None if no limit could be derived yet, or if a late rank may be in a section that has no derived limit, or
         outside of all sections.
         """
         return self.derived(self._now) if all(section in RULES for section in self._open()) else None

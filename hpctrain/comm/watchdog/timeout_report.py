@@ -38,7 +38,7 @@ def headline(
     timeout_s: limit of the wait, in seconds.
     ending_s: last part of `timeout_s`, in seconds, which is reserved for reporting and exiting.
     section: section of the run for which `timeout_s` is configured; None if `timeout_s` is the limit of the whole run.
-    hung: why this rank ends the run before the limit is over; "" if it does not.
+    hung: why this rank ends the run before the limit is over; "" if the limit is over.
     """
     here = f"rank {rank} on {host}"
     in_step = ("" if step is None else f" in step {step}") + (f" ({doing})" if doing else "")

@@ -54,9 +54,9 @@ def follow_late_operation(
 ) -> str | None:
     """Observes an operation that is late, and returns the reason if the run must end before the operation's time limit.
 
-    It first raises the alarm, so that the absent ranks print their stacks. Then a few of the waiting ranks examine
-    repeatedly whether an absent rank is hung; on the other ranks it returns None at once. It also returns None when the
-    operation or the watching has ended. Raises OSError.
+    The function first raises the alarm, so that the absent ranks print their stacks. Then a few of the waiting ranks
+    examine repeatedly whether an absent rank is hung; on all other ranks the function returns None at once. It also
+    returns None when the operation or the watching has ended. Raises OSError.
 
     over: event that is set when the watcher ends.
     """
@@ -208,7 +208,7 @@ class Watcher:
             self._reach.others = targets_of_others(targets, here=self._host)
 
     def lock_may_be_held(self) -> None:
-        """Declares that a library is in use, from now on, that may hold Python's lock while it waits.
+        """Declares that from now on a library is in use that may hold Python's lock while the library waits.
 
         The watcher's thread cannot run while the lock is held; the timer of `hpctrain.comm.watchdog.gil_free_timer`
         then takes its place. Call `lock_is_free` once for each call of this method.
@@ -250,8 +250,8 @@ class Watcher:
     ) -> Iterator[None]:
         """Marks an operation like `track.during`.
 
-        It also sets the timer of `hpctrain.comm.watchdog.gil_free_timer` if a library is in use that may hold Python's
-        lock while it waits.
+        If a library is in use that may hold Python's lock while the library waits, this also sets the timer of
+        `hpctrain.comm.watchdog.gil_free_timer`.
         """
         try:
             with track.during(operation, detail, signature=signature, counted=counted):

@@ -1,8 +1,8 @@
 """The manifest of a dataset directory: lists its content, the location of the data in the files, and their hashes.
 
 A dataset is a directory with `manifest.json` and HDF5 shards. The manifest is written last: in a directory with
-shards but no manifest, packing has not finished. The manifest is a JSON file. It has a version and a checksum of its
-content.
+shards but no manifest, packing has not finished. The manifest is a JSON file. The file has a version and a checksum of
+its content.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class Manifest(Model):
         if self.tokens is not None:
             spec = self.fields.get(TOKENS_FIELD)
             if len(self.fields) != 1 or spec is None or spec.shape != (self.tokens.window + 1,):
-                raise ValueError(f"kind 'tokens' has one field {TOKENS_FIELD!r} of shape (window + 1,)")
+                raise ValueError(
+                    f"kind 'tokens' needs exactly one field, {TOKENS_FIELD!r}, of shape (window + 1,)"
+                )
             if spec.kind != "array":
                 raise ValueError(f"tokens are of kind 'array', not {spec.kind!r}")
         if (self.windows is not None) != self.is_split:
@@ -187,7 +189,7 @@ class Manifest(Model):
 
     @property
     def is_split(self) -> bool:
-        """True if the samples are token windows that do not cross the start of a document. `windows` lists them."""
+        """True if the samples are token windows that do not cross the start of a document; see `windows`."""
         return self.tokens is not None and self.tokens.boundaries == "split"
 
     @property
@@ -245,9 +247,9 @@ class Manifest(Model):
 
     @property
     def fingerprint(self) -> str:
-        """Hash that identifies the dataset. It is the hash of the manifest, which contains all data hashes.
+        """Hash that identifies the dataset: the hash of the manifest, which contains all data hashes.
 
-        Statistics are not part of it.
+        Statistics are not part of the hash.
         """
         exclude: dict[str, Any] = {"statistics": True}
         # The fingerprint of an older version, which checkpoints contain, is without the keys that it did not have.

@@ -28,7 +28,7 @@ Boundaries = Literal["ignore", "split"]
 
 
 class Model(BaseModel):
-    """Base class of the parts of a manifest. They are immutable, and an unknown key is an error."""
+    """Base class of the parts of a manifest. Parts are immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -42,8 +42,8 @@ Bytes = bytes | memoryview
 class ChunkCodec(str, Enum):
     """Compression of chunks.
 
-    GZIP: Every HDF5 library can read it.
-    ZSTD: Smaller and several times faster than GZIP. Needs hdf5plugin.
+    GZIP: Every HDF5 library can read the chunks.
+    ZSTD: Compresses better than GZIP, and several times faster. Needs hdf5plugin.
     """
 
     GZIP = "gzip"
@@ -90,7 +90,7 @@ class FilterSupport:
 
 
 def can_undo(filters: Sequence[Filter]) -> bool:
-    """Returns True if `undo` supports all of `filters`, and the libraries that it needs for them are installed."""
+    """Returns True if `undo` supports all of `filters`, and the libraries that these filters need are installed."""
     return all(each.code in FILTERS and FILTERS[each.code].is_installed(each.values) for each in filters)
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def dtype_of(kind: h5py.h5t.TypeID) -> np.dtype[Any] | None:
     """Returns the numpy dtype in which h5py reads elements of the HDF5 type `kind`.
 
-    Returns None if numpy has no dtype for them, as for 24-bit integers. The dtype of a compound contains only the
-    members for which numpy has a dtype.
+    Returns None if numpy has no dtype for these elements, as for 24-bit integers. The dtype of a compound contains only
+    the members for which numpy has a dtype.
     """
     import h5py
 
@@ -59,7 +59,7 @@ def members_of(kind: h5py.h5t.TypeCompoundID) -> dict[str, h5py.h5t.TypeID]:
 def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.TypeID:
     """Returns the HDF5 type of the numbers in elements of type `kind`, or with `member` in a member of a compound.
 
-    For array types and types of variable length this is their base type.
+    For array types and types of variable length, the result is the base type.
     """
     from h5py import h5t
 
@@ -71,9 +71,9 @@ def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.
 
 
 def why_not_converted(kind: h5py.h5t.TypeID, dtype: np.dtype[Any]) -> str | None:
-    """Returns the error message of HDF5 if it cannot convert stored numbers of type `kind` to `dtype`, else None.
+    """Returns the error message of HDF5 if HDF5 cannot convert stored numbers of type `kind` to `dtype`, else None.
 
-    Converts two elements as a trial, since some functions of HDF5 fail only when they meet a number.
+    The function converts two elements to find out, since some functions of HDF5 fail only when they meet a number.
     """
     from h5py import h5t
 
@@ -182,8 +182,8 @@ def read_elements(dataset: h5py.Dataset, selection: Any = ..., *, member: str | 
     """Returns `dataset[selection]`, or with `member` only that member of its compound type.
 
     Loads the filters of hdf5plugin if needed. By default returns all elements. For a scalar dataset this is an array
-    without dimensions, in which the byte of a boolean is the stored one (`dataset[()]` replaces any byte other than 0
-    by 1). Raises MissingFilter, which states the filter and what to install, and OSError for other errors.
+    without dimensions, in which a boolean has the stored byte (`dataset[()]` replaces any byte other than 0 by 1).
+    Raises MissingFilter, which states the filter and what to install, and OSError for other errors.
     """
     missing = _load_filters(dataset)
     try:
@@ -262,11 +262,11 @@ class DatasetLayout:
     """Shape, dtype and location of an HDF5 dataset.
 
     Attributes:
-        shape: Shape of the dataset. If the elements are of an array type, its dimensions are the last ones.
+        shape: Shape of the dataset. If the elements are of an array type, the last dimensions are those of this type.
         dtype: Numpy dtype in which h5py reads the elements. For a compound it contains the members for which numpy has
             a dtype.
         offset: File offset of the first byte. None if the dataset is not contiguous (chunked, compressed, compact,
-            external, never written), or if its elements have not the same bytes as those of `dtype`.
+            external, never written), or if the stored elements have not the same bytes as elements of `dtype`.
         chunks: Shape of a chunk; None if the dataset is not chunked.
         filters: Filters of the chunks, in the order in which they are applied when writing.
         only_hdf5: True if chunks must be read through HDF5, since HDF5 has to convert their elements.
@@ -377,8 +377,8 @@ def _offset(dataset: h5py.Dataset) -> int | None:
 def hdf5_lock() -> AbstractContextManager[object]:
     """Returns the lock that h5py holds while it calls HDF5. A thread that holds the lock may take it again.
 
-    Hold the lock when you call functions of h5py's low-level interface: h5py 3.14 and older do not take it in
-    read_direct_chunk. Without it, threads that read chunks got errors, or the process ended.
+    Hold the lock when you call functions of h5py's low-level interface: h5py 3.14 and older do not take the lock in
+    read_direct_chunk. Without the lock, threads that read chunks got errors, or the process ended.
     """
     from h5py._objects import phil
 

@@ -1,7 +1,7 @@
 """Compares samples that are read without HDF5 with the same samples read by HDF5, when a file is indexed.
 
-hpctrain reads contiguous datasets and chunks directly at their offsets in the file. HDF5 states these offsets, and it
-is known to state wrong ones. If the samples differ, training would read other numbers than every other program.
+hpctrain reads contiguous datasets and chunks directly at their offsets in the file. HDF5 states these offsets, and is
+known to state wrong offsets. If the samples differ, training would read other numbers than every other program.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def read_content(
     """Reads numeric datasets of one file in blocks, each dataset once, and returns their hashes and moments.
 
     `found` are the datasets. Only the first `hashed_bytes` bytes of a dataset are hashed; None: all bytes. `meant`
-    contains one function per dataset; it takes stored values and returns the values of which the moments are computed.
-    Raises DataError if the file cannot be read.
+    contains one function per dataset. Each function takes stored values, and returns the values of which the moments
+    are computed. Raises DataError if the file cannot be read.
     """
     contents = []
     with open_to_index(path) as file:

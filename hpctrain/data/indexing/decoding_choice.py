@@ -141,7 +141,7 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
 class ValuesWarning(UserWarning):
     """Warning that the stored numbers of a field are not its values, or that some of them stand for missing values.
 
-    It is issued when a field is indexed and the request does not state whether to decode the field.
+    Issued when a field is indexed and the request does not state whether to decode the field.
     """
 
 
@@ -169,7 +169,7 @@ def meaning_of(place: FieldSource, name: str) -> ValueMeaning:
 
 
 def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRequest]) -> DecodingChoice:
-    """Returns how each field is decoded, which follows from the requests and from what all files state about it.
+    """Returns how each field is decoded, according to the requests and to what all files state about the field.
 
     Raises DataError if the values in a file cannot be decoded, or if files differ in a way that decoding cannot
     remove. The message names the files. Raises UsageError if a field has the name of the mask of another field.

@@ -77,7 +77,7 @@ def share_work(
     """Calls `function` for each item, each on one of the ranks, and returns all results. Collective over `comm`.
 
     All ranks get the results of all items, in the order of the items. The items must be the same on all ranks.
-    `function` must return JSON values. If `function` raises an error on one rank, all ranks raise it.
+    `function` must return JSON values. If `function` raises an error on one rank, all ranks raise this error.
     """
     share = rank_share(0, len(items), rank=comm.rank, num_ranks=comm.num_ranks)
 
@@ -292,8 +292,8 @@ def index_files(
         paths: Whether the manifest contains absolute or relative paths.
         old: What to do if `out` already contains an index.
         block_bytes: Size of the hashed blocks, in bytes.
-        progress: Called with the number of files that this rank has done so far, and with the number of files of its
-            part; None: not called.
+        progress: Called with the number of files that this rank has done so far, and with the number of files that this
+            rank is to do; None: not called.
         comm: The ranks that share the work; None: only this process.
         decode: How to read fields for which `fields` does not state it. "cf": values are decoded when they are read,
             as the attributes of each file state. "raw": values are read as they are stored. None: the same as "raw",
@@ -304,7 +304,7 @@ def index_files(
             fields stay integers, and reading such a record is an error.
 
     Returns:
-        The manifest of the new dataset, and texts for the user about it.
+        The manifest of the new dataset, and texts for the user about the dataset.
 
     Raises:
         UsageError: On every rank, for an invalid request.

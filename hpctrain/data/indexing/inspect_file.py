@@ -59,9 +59,9 @@ _BEFORE_SMALLEST = 5
 def check_n_bit(layout: DatasetLayout, *, where: str) -> None:
     """Raises DataError if HDF5's n-bit filter comes after another filter, since HDF5 then loses bits.
 
-    The n-bit filter decodes as many elements as a chunk has, even if the filter before it has changed the number of
-    bytes. For types that use all their bits it returns the size of its buffer instead of the size of the data in the
-    buffer (HDF5 1.10.8 and 2.0.0). So bits are lost, or the numbers differ from one read to the next.
+    The n-bit filter decodes as many elements as a chunk has, even if the preceding filter has changed the number of
+    bytes. For types that use all their bits, the n-bit filter returns the size of its buffer instead of the size of the
+    data in the buffer (HDF5 1.10.8 and 2.0.0). So bits are lost, or the numbers differ from one read to the next.
     """
     codes = [each.code for each in layout.filters]
     if _N_BIT in codes[1:]:
@@ -75,9 +75,9 @@ def check_n_bit(layout: DatasetLayout, *, where: str) -> None:
 def scale_offset_note(dataset: h5py.Dataset, *, layout: DatasetLayout, where: str) -> str:
     """Returns a warning if floats are stored with HDF5's scale-offset filter, which loses NaN; else "".
 
-    The filter stores differences to the smallest number of a chunk. It looks for that number by comparisons that begin
-    with the first number, and comparisons with NaN are false (HDF5 1.10.8 and 2.0.0). Raises DataError if one of the
-    first 256 chunks began with NaN when it was written: HDF5 1.10.8 reads such a chunk as zeros, without an error.
+    The filter stores differences to the smallest number of a chunk. HDF5 looks for that number by comparisons that
+    begin with the first number, and comparisons with NaN are false (HDF5 1.10.8 and 2.0.0). Raises DataError if one of
+    the first 256 chunks began with NaN when it was written: HDF5 1.10.8 reads such a chunk as zeros, without an error.
     """
     if layout.dtype.kind != "f" or not any(each.code == _SCALE_OFFSET for each in layout.filters):
         return ""
@@ -132,8 +132,8 @@ def check_written(dataset: h5py.Dataset, plist: h5py.h5p.PropDCID, *, where: str
     For such elements (fill time "never", or an undefined fill value) HDF5 leaves the memory of the reader unchanged.
     h5py passes zeroed memory to HDF5, except for types with references, for which it passes uninitialised memory. Rows
     then have values of other rows (h5py 3.16 with HDF5 1.10.8 and 2.0.0). The written chunks are counted only for
-    tables with references, since HDF5 reads their index for that. `plist` is the property list with which the dataset
-    was created.
+    tables with references, since HDF5 reads the chunk index to count them. `plist` is the property list with which the
+    dataset was created.
     """
     import h5py
 
@@ -171,7 +171,7 @@ class FoundDataset:
 
     Attributes:
         dataset: Path of the HDF5 dataset in the file.
-        member: Name of the member, if it is a member of a compound type; else None.
+        member: Name of the member, if this is a member of a compound type; else None.
         shape: Shape of the dataset, including the dimension of samples. For kind "lengths" without the variable
             dimension.
         dtype: Name of the numpy dtype of the elements; "str" for strings.
@@ -181,8 +181,8 @@ class FoundDataset:
         num_bytes: Uncompressed size of the elements in bytes.
         longest: Length of the longest sample for kind "lengths", else 0.
         classes: The distinct strings, sorted, for kind "strings"; else empty.
-        values: What the dataset's attributes, and other datasets, state about its values: a `ValueMeaning`
-            as JSON values. Empty if they state nothing.
+        values: What the dataset's attributes, and other datasets, state about the values of the dataset: a
+            `ValueMeaning` as JSON values. Empty if nothing is stated.
         note: Text that the user should read about the values, or "".
     """
 

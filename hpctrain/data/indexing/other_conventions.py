@@ -1,10 +1,10 @@
-"""Finds what scales a dataset by conventions other than CF: its attributes, and datasets and groups near it.
+"""Finds attributes, datasets and groups that scale the values of a dataset by conventions other than CF.
 
-Such scales are reported, but not decoded, since the conventions combine scale and offset in different ways: NeXus
-(`NAME_scaling_factor`, `NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of OMI
-(`ScaleFactor`, `Offset`, `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM
-(`gain`, `offset`, `nodata`, `undetect` of the group `what`), ocean colour (`slope`, `intercept`), FITS (`BSCALE`,
-`BZERO`, `BLANK`).
+Searched are the attributes of the dataset, and the datasets and groups near the dataset. Such scales are reported, but
+not decoded, since the conventions combine scale and offset in different ways: NeXus (`NAME_scaling_factor`,
+`NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of OMI (`ScaleFactor`, `Offset`,
+`MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM (`gain`, `offset`, `nodata`,
+`undetect` of the group `what`), ocean colour (`slope`, `intercept`), FITS (`BSCALE`, `BZERO`, `BLANK`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def said_by_attributes(
 ) -> list[str]:
     """Returns "NAME = VALUE" for each attribute which states that numbers are scaled or stand for missing values.
 
-    `stored` is the dtype of the numbers. `of_table` is True if the attributes are those of a whole table; names that
-    are vague, such as `scale` or `offset`, are then ignored. Also ignored are a scale of 1, an offset of 0, a missing
-    value that is NaN or that the dtype cannot represent, texts that are not numbers, and numbers that attributes of CF
-    state as well.
+    `stored` is the dtype of the numbers. `of_table` is True if the attributes are those of a whole table; vague names,
+    such as `scale` or `offset`, are then ignored. Also ignored are a scale of 1, an offset of 0, a missing value that
+    is NaN or that the dtype cannot represent, texts that are not numbers, and numbers that attributes of CF state as
+    well.
     """
     names = {name: re.sub(r"[^a-z0-9]", "", name.lower()) for name in attributes}
     roles = {name: role for name, role in names.items() if role in _ROLES and name not in OF_CF}
@@ -95,7 +95,7 @@ def said_by_attributes(
 def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
     """Returns what other datasets and groups state about the scale of the dataset at `path`, by NeXus, NWB and ODIM.
 
-    The result is a list of texts. It is empty if they state nothing.
+    The result is a list of texts, which is empty if nothing is stated.
     """
     import h5py
 
@@ -149,8 +149,8 @@ def _said_by_odim(file: h5py.File, group: str) -> list[str]:
 def pandas_kind(attributes: Mapping[str, Any], names: Iterable[str], member: str | None) -> str:
     """Returns what the attributes of pandas state about a column of integers.
 
-    The result is "category", a dtype such as "datetime64[ns]", or "" if they state neither. `names` are the names of
-    the attributes, and `member` is the column of a table, or None.
+    The result is "category", a dtype such as "datetime64[ns]", or "" if the attributes state neither. `names` are the
+    names of the attributes, and `member` is the column of a table, or None.
     """
     if member is None:
         kind = text_of(attributes["value_type"]) if "value_type" in names else ""

@@ -356,7 +356,8 @@ def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
 def matching_paths(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
     """Returns the paths in the file that match a path with wildcards, sorted as by `natural`.
 
-    `parts` are the parts of the path between slashes. The keys of the result are the names that the wildcards match.
+    `parts` are the components of the path, between slashes. The keys of the result are the names that the wildcards
+    match.
     """
     return dict(sorted(_matches(file, parts, "", ()), key=lambda match: tuple(map(natural, match[0]))))
 

@@ -48,7 +48,8 @@ class ValueMeaning:
         packing: Arguments of a `Packing`, such as scale, offset and missing values.
         mask: Path and member of the dataset that is nonzero where a value is missing. The member is None if the mask
             is a whole dataset. None: there is no mask.
-        said: What the attributes of the dataset, and other datasets of the file, state about it, one text each.
+        said: What the attributes of the dataset, and other datasets of the file, state about the dataset, one text
+            each.
         changes: True if the stored numbers are not the values, or if some of them stand for missing values.
         unseen_default: True if values can be missing only in records that were never written, and no such record was
             found.
@@ -85,7 +86,7 @@ class _Unclear(Exception):
 
 
 def place_of_values(file: h5py.File, path: str) -> str:
-    """Returns the path of the dataset that contains the values. It is `path` unless `path` is a group of anndata.
+    """Returns the path of the dataset that contains the values: `path`, unless `path` is a group of anndata.
 
     anndata stores a nullable array, or a column of categories, as a group that contains a dataset of values or codes.
     """

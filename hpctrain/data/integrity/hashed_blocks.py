@@ -33,7 +33,7 @@ CONTENT_DIFFERS = "the content differs from its hash"
 class Block:
     """One hashed block: the bytes start to stop - 1 of a field in a shard, in little-endian row-major form.
 
-    `shard` is the index of the shard in the manifest, and `index` that of the block in the field.
+    `shard` is the index of the shard in the manifest, and `index` is the index of the block in the field.
     """
 
     shard: int
@@ -86,7 +86,7 @@ def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] |
 def blocks_touched(
     manifest: Manifest, *, field: str, rows: NDArray[np.int64], windows: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns for each sample the indices of the first and of the last block that contain bytes of it.
+    """Returns for each sample the indices of the first and of the last block that contain bytes of the sample.
 
     The result is two int64 arrays of shape (n,). `rows` are the indices of the samples within their shard: int64,
     shape (n,). `windows` is as in `samples_of`.

@@ -337,8 +337,8 @@ def read_around_damage(
     """Reads the undamaged samples of `plan`. Returns the plan of the samples that were read, and the result of `read`.
 
     `read` takes sample indices and returns their data. `sound` does the same as `BlockChecker.sound`. Raises
-    DamagedData if the headers of a shard are damaged. Raises it also if `read` finds damage three times, but `sound`
-    then finds none. Raises DataError if a shard is missing or truncated.
+    DamagedData if the headers of a shard are damaged. Also raises DamagedData if `read` finds damage three times, but
+    `sound` then finds no damage. Raises DataError if a shard is missing or truncated.
     """
     tries = 0
     while True:

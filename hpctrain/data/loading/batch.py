@@ -32,7 +32,7 @@ class Batch:
             fewer samples than there are ranks.
         global_samples: Number of samples of all ranks in the global batch, without padding.
         num_padded: Number of padding rows at the end of the tensors (`LastBatch.PAD`). Padding rows repeat other
-            samples and must not be counted: `real()` returns the batch without them, `valid` masks them.
+            samples and must not be counted: `real()` returns the batch without padding rows, `valid` masks them.
         num_skipped: Number of samples of this rank that were left out because they lie in damaged blocks
             (`OnDamage.SKIP`).
         global_skipped: Sum of `num_skipped` over all ranks. It is 0 until the ranks have exchanged their numbers, as
@@ -86,8 +86,8 @@ class Batch:
         """Splits the batch into micro-batches whose sizes differ by at most one row.
 
         The weights of the micro-batches add up to `weight`. If the batch has fewer rows than parts, some micro-batches
-        are empty, so that every rank has the same number of them. Padding rows are split like other rows: the last
-        micro-batches may consist of padding only.
+        are empty, so that every rank has the same number of micro-batches. Padding rows are split like other rows: the
+        last micro-batches may consist of padding only.
 
         Args:
             num_parts: Number of micro-batches, at least 1.
@@ -197,8 +197,8 @@ def batches_on(
     must hold one batch more. The copies overlap with computation if the batches are in pinned memory
     (`Loader(..., pin_memory=True)`). On other devices no batch is taken in advance.
 
-    `Loader.position` counts the batches that were taken from the loader. On a CUDA device these are one batch more
-    than the caller has received. For a checkpoint use `batch.stop` of the last batch that was processed.
+    `Loader.position` counts the batches that were taken from the loader. On a CUDA device this is one batch more than
+    the caller has received. For a checkpoint use `batch.stop` of the last batch that was processed.
 
     Args:
         device: The device.
@@ -228,8 +228,8 @@ def batches_on(
 def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[[T], None]) -> Iterator[T]:
     """Yields `begin(item)` for each item of `source`. Calls `begin` for item k + 1 before item k is yielded.
 
-    `finish` is called with each result of `begin`, before the next item is begun. An error of `source` or `begin`
-    is raised when the item that it concerns would be yielded.
+    `finish` is called with each result of `begin`, before the next item is begun. An error of `source` or `begin` for
+    an item is raised when this item would be yielded.
     """
     ahead = _begun(source, begin)
     while True:

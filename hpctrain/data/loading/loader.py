@@ -56,11 +56,11 @@ from hpctrain.errors import DataError, RecipeError
 class InputWatch(Protocol):
     """Interface of a watchdog that ends the rank if a batch takes too long.
 
-    `Session.loader` passes one to its loader.
+    `Session.loader` passes an `InputWatch` to its loader.
     """
 
     def during(self, describe: Callable[[], str]) -> AbstractContextManager[None]:
-        """Returns a context in which the caller waits for something. `describe` returns in words for what."""
+        """Returns a context in which the caller waits. `describe` returns in words what the caller waits for."""
 
     def making(self, what: str) -> AbstractContextManager[None]:
         """Returns a context in which this thread does `what`, in code that may hold Python's interpreter lock."""
@@ -90,7 +90,7 @@ class InProgress:
 
     @contextlib.contextmanager
     def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
-        """Returns a context in which this thread does for a batch what `text` says. reads: True if it reads samples."""
+        """Context: this thread does what `text` says for the batch of `plan`. reads: True if it reads samples."""
         thread = threading.get_ident()
         self._stages[thread] = _Stage(
             plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
@@ -235,7 +235,7 @@ class ReadFlags:
         is_thread_safe: True if several threads may call `gather` at once. The thread that waits for a batch then also
             makes batches.
         collective: True if `gather` is collective: all ranks then read the same batches in the same order.
-        checker: Compares blocks of data with their hashes while they are read; None: blocks are not checked.
+        checker: Compares blocks of data with their hashes while the blocks are read; None: blocks are not checked.
     """
 
     is_thread_safe: bool = False
@@ -249,7 +249,7 @@ class ReadFlags:
 
 
 class Loader:
-    """Makes the batches of one rank: an iterator per epoch. Not collective, unless the dataset is.
+    """Makes the batches of one rank: an iterator per epoch. Not collective, unless the dataset is collective.
 
     Args:
         dataset: The samples.
@@ -366,7 +366,7 @@ class Loader:
 
     @property
     def num_positions(self) -> int:
-        """Number of samples per epoch, over all ranks: that of the dataset, except for `Weighted` orders."""
+        """Number of samples per epoch, over all ranks: all samples of the dataset, except for `Weighted` orders."""
         return self.order.num_positions(num_samples=self.dataset.num_samples)
 
     @property
@@ -482,7 +482,7 @@ class Loader:
         return iter(self.epoch(self.current_epoch, start=self.position))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last returned batch, as JSON values. It is the same on every rank."""
+        """Returns the position after the last returned batch, as JSON values, the same on every rank."""
         return LoaderState(
             order=self.order.name,
             num_samples=self.dataset.num_samples,
@@ -515,7 +515,7 @@ class Loader:
         return self.batches_per_epoch
 
     def prefetch_bound(self) -> ByteBound[Batch]:
-        """Returns the limit on prefetched bytes. The size of transformed batches is unknown until one is made."""
+        """Returns the limit on prefetched bytes. The size of a transformed batch is unknown until a batch is made."""
         copies = 0 if self._transformer is None else self._transformer.input_copies
         return ByteBound(
             max_bytes=self.prefetch_bytes,

@@ -2,8 +2,8 @@
 
 The items are made in threads, not in processes: forked workers under MPI hang or corrupt data (pytorch#13787,
 horovod#2898), and copying samples from a memory map releases the interpreter lock for most of the time. Transforms,
-which hold the lock, can run in worker processes (`hpctrain.data.transforms.worker_pool`); the threads then wait for
-these.
+which hold the lock, can run in worker processes (`hpctrain.data.transforms.worker_pool`); the threads then wait for the
+processes.
 """
 
 from __future__ import annotations
@@ -171,7 +171,10 @@ def _work(shared: _Shared[T]) -> None:
 
 
 class MakingThreads:
-    """The threads of a `Prefetch`. Has no reference to the `Prefetch`, which can be collected while threads run."""
+    """The threads of a `Prefetch`.
+
+    This object has no reference to the `Prefetch`, so that the `Prefetch` can be garbage-collected while threads run.
+    """
 
     def __init__(self, shared: _Shared[Any], threads: list[threading.Thread]) -> None:
         self._shared = shared
@@ -201,9 +204,9 @@ class Prefetch(Generic[T]):
 
     At most `depth` items are ready or being made at any time, and their size is limited by `bound`. An exception of
     `make` is raised when its item is requested, and ends the iteration. `close()` stops the threads and waits up to
-    5 s for them. It is also called at the end of a `with` block, and when the iterator is garbage-collected. With
-    `help_make`, a thread that waits for an item makes items itself. This uses one more core, and such items need not be
-    passed between threads.
+    5 s for them. `close()` is also called at the end of a `with` block, and when the iterator is garbage-collected.
+    With `help_make`, a thread that waits for an item makes items itself. This uses one more core, and items made in
+    this thread need not be passed between threads.
     """
 
     def __init__(

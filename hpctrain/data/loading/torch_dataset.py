@@ -63,7 +63,7 @@ class EpochStart:
 
 
 class SharedEpoch:
-    """The `EpochStart` that the main process has set last, in memory that it shares with DataLoader's workers."""
+    """The `EpochStart` that the main process has set last, in memory shared with DataLoader's workers."""
 
     def __init__(self) -> None:
         self._values = _shared(torch.tensor([0, 0, _NO_POSITION, 1, _NO_POSITION, 0]))
@@ -221,11 +221,13 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
         return self._loader().batches_per_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration. If a state of that epoch was just loaded, its position is kept.
+        """Sets the epoch of the next iteration.
+
+        If a state of that epoch was just loaded, the position in the state is kept.
 
         Without this call each iteration in a process is the next epoch, even if the iteration before was left early.
         The call is needed if DataLoader starts new workers for each epoch (`persistent_workers=False`), since all new
-        workers begin at the same place. It also has an effect on workers that exist already
+        workers begin at the same place. The call also has an effect on workers that exist already
         (`persistent_workers=True`). If several DataLoaders share this dataset, take a batch from one DataLoader before
         you set the epoch for the next.
 

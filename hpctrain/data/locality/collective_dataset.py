@@ -1,6 +1,6 @@
 """Collective reading: all ranks read their parts of a global batch together, through MPI-IO.
 
-Collective reading is for filesystems that serve few large requests better than many small ones, and for orders that
+Collective reading is for filesystems that serve few large requests better than many small requests, and for orders that
 read whole blocks. MPI gets the requests of all ranks for a file at once, and can combine them (two-phase I/O).
 """
 

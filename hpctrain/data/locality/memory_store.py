@@ -45,7 +45,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreLayout:
-    """States which rank holds which samples, and at which offsets in its memory. Pure.
+    """States which rank holds which samples, and at which offsets in the rank's memory. Pure.
 
     Each rank holds a contiguous share of the samples, as `rank_share` returns it. In the memory of a rank the arrays
     follow one after another, each aligned to a cache line.
@@ -86,7 +86,7 @@ class StoreLayout:
 def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Divides `indices` into runs of consecutive samples on one rank, so that each run takes one read. Pure.
 
-    Yields (start, stop) of each run: its elements are indices[start:stop]. `holders` is the rank of each sample.
+    Yields (start, stop) of each run: the run consists of indices[start:stop]. `holders` is the rank of each sample.
     """
     broken = (np.diff(indices) != 1) | (np.diff(holders) != 0)
     edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(indices)]
@@ -124,7 +124,7 @@ class MemoryStore:
             world: All ranks of the run.
             dataset: The dataset, opened on every rank.
             progress: Called with the number of samples that this rank has read so far, and with the number of samples
-                of its part; None: not called.
+                of this rank's part; None: not called.
 
         Returns:
             The dataset to pass to the loader. Call its `close` at the end.

@@ -71,7 +71,7 @@ def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile]
 
 
 def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of: Sequence[int]) -> Manifest:
-    """Returns the manifest, with the file names replaced by those of the copies. Pure.
+    """Returns the manifest, with the file names replaced by the names of the copies. Pure.
 
     `files` and `file_of` are the results of `plan_files`.
     """
@@ -97,7 +97,7 @@ class StageFolder:
 
     @classmethod
     def open(cls, root: Path, *, source: Path, manifest: Manifest, staged: Manifest) -> StageFolder:
-        """Opens the folder of a dataset below `root`, and creates it if necessary. Raises DataError if that fails.
+        """Opens the folder of a dataset below `root`, creating the folder if necessary. Raises DataError if that fails.
 
         `source` is the directory of the dataset. `staged` is the manifest with the file names of the copies, a result
         of `staged_manifest`.
@@ -144,7 +144,7 @@ class StageFolder:
         return set()
 
     def num_bytes(self) -> int:
-        """Returns the size of all files in bytes, including those that are being copied or removed."""
+        """Returns the size of all files in bytes, including files that are being copied or removed."""
         total = 0
         with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as found:
             for entry in found:
@@ -203,7 +203,7 @@ def hold(path: Path) -> int | None:
 
 
 def remove_unread(path: Path) -> bool:
-    """Removes a copied file, unless a process holds it (`hold`). Returns True if the file was removed."""
+    """Removes a copied file, unless a process holds the file (`hold`). Returns True if the file was removed."""
     with contextlib.suppress(OSError):
         lock = _lock(path, shared=False, wait=False, create=False)
         if lock is not None:
@@ -370,9 +370,9 @@ class Stager:
     """Copies the files in a background thread, in order, beginning at the file that was requested last.
 
     An error never ends the run. Copies are kept until disk space is needed. Then the copies that were not read for the
-    longest time are removed. A copy is only removed if it was read at least once, but not within the last `idle_s`
-    seconds, and if no process reads it. The attribute `problems` maps the names of files that were not copied to the
-    reasons.
+    longest time are removed. A copy is only removed if the copy was read at least once, but not within the last
+    `idle_s` seconds, and if no process reads the copy. The attribute `problems` maps the names of files that were not
+    copied to the reasons.
     """
 
     def __init__(

@@ -181,7 +181,7 @@ class StagedDataset:
 
     @property
     def checker(self) -> Any:
-        """Checker of the original dataset, with which a loader leaves out damaged samples; None if there is none."""
+        """Checker of the original dataset, by which a loader leaves out damaged samples; None if it has no checker."""
         return self.original.checker
 
     @property
@@ -200,7 +200,7 @@ class StagedDataset:
         return float(self._staged.mean())
 
     def place_of(self, entry: ShardEntry) -> Path:
-        """Returns the path of the file from which a shard is read now: of the copy if it exists, else of the original.
+        """Returns the path from which a shard is read now: that of the copy if there is one, else that of the original.
 
         Args:
             entry: The shard's entry in the manifest.

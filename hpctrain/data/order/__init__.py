@@ -1,1 +1,1 @@
-"""Order of the samples, and which rank reads which: pure functions of seed, epoch, position and rank."""
+"""Order of the samples, and which rank reads which samples: pure functions of seed, epoch, position and rank."""

@@ -104,7 +104,7 @@ class EpochOrder:
 
         Args:
             start: The first position.
-            stop: The position after the last one.
+            stop: The position after the last position.
 
         Returns:
             The indices: int64, shape (stop - start,).
@@ -201,7 +201,7 @@ class BatchPlan:
         epoch: Number of the epoch, from 0.
         start: Position in the epoch of the first sample of the global batch, in samples over all ranks.
         global_samples: Number of samples of all ranks in the global batch, without padding.
-        indices: Indices in the dataset of this rank's samples, followed by those of repeated samples as padding:
+        indices: Indices in the dataset of this rank's samples, followed by the indices of repeated samples as padding:
             int64, shape (num_samples + num_padded,).
         num_samples: Number of samples of this rank, without padding.
         num_skipped: Number of samples of this rank that were left out because they are damaged.
@@ -271,13 +271,13 @@ def sample_sum(indices: NDArray[np.int64]) -> int:
 
 
 def add_sample_sums(parts: Iterable[str]) -> str:
-    """Adds sample sums of several ranks modulo 2^64. The parts and the result are texts of 16 hexadecimal digits."""
+    """Adds the sample sums of several ranks modulo 2^64. All sums are texts of 16 hexadecimal digits."""
     return show_sample_sum(sum(int(part, 16) for part in parts))
 
 
 def show_sample_sum(value: int) -> str:
     """Returns a sample sum as a text of 16 hexadecimal digits.
 
-    It is a text because JSON readers that use floating-point numbers would round a number of 64 bits.
+    The result is a text, because JSON readers that use floating-point numbers would round a number of 64 bits.
     """
     return f"{value % 2**64:016x}"

@@ -152,7 +152,7 @@ _PHASES, _MEMBERS = 4, 5  # purposes of keys
 class Strata:
     """Sample indices grouped by class: members[starts[c] : starts[c + 1]] are the indices of the samples of class c.
 
-    They take 4 bytes per sample in memory, or 8 from 2**32 samples on.
+    The indices take 4 bytes per sample in memory, or 8 from 2**32 samples on.
     """
 
     members: NDArray[np.integer]
@@ -189,7 +189,8 @@ class Strata:
 class StratifiedOrder:
     """Order of one epoch in which every range of positions has the classes in the proportions of the dataset.
 
-    `strata` are the samples by class. `at` computes one sort key per position, and a few more per class.
+    `strata` are the samples by class. `at` computes one sort key per position, and a few additional sort keys per
+    class.
     """
 
     strata: Strata
@@ -276,7 +277,7 @@ def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightedOrder:
-    """Order of one epoch in which the sample of each position is drawn with replacement, independently of the others.
+    """Order of one epoch in which the sample of each position is drawn independently, with replacement.
 
     `sums` is the result of `cumulative_weights`, shape (number of samples of the dataset,). `num_samples` is the number
     of draws per epoch. Each position costs one binary search. A sample of weight 0 is never drawn.

@@ -55,7 +55,7 @@ def mix(values: Values) -> Values:
 def epoch_key(seed: int, epoch: int, *, purpose: int = 0) -> Values:
     """Returns the 64-bit key of a permutation for an epoch: uint64, shape (1,).
 
-    An order that needs several permutations per epoch passes another `purpose` for each of them.
+    An order that needs several permutations per epoch passes another `purpose` for each permutation.
     """
     seed_key = mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
     key = mix(seed_key ^ np.array([epoch & _MASK], dtype=np.uint64))

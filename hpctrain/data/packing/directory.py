@@ -66,7 +66,7 @@ class PackingSpec:
         return _hash_of(self.document)
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """Returns in words the keys in which another plan differs from this one, with both values.
+        """Returns in words the keys in which another plan differs from this plan, with both values.
 
         Returns "" if the plans are equal. `other` is the document of the other plan.
         """
@@ -89,8 +89,8 @@ def make_record(
 ) -> ShardRecord:
     """Returns the record of a shard that was just written.
 
-    `arrays` are the arrays of the shard by field name; statistics are computed of these. Do not pass token fields.
-    Fields with classes get no statistics.
+    `arrays` are the arrays of the shard by field name; statistics are computed of these arrays. Do not pass token
+    fields. Fields with classes get no statistics.
     """
     moments = {
         name: moments_of(array)

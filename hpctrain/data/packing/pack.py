@@ -197,7 +197,7 @@ def pack_arrays(
 
     Raises:
         DataError: If the arrays are not valid fields, or if a file cannot be written.
-        UsageError: If the directory contains files with which `existing` does not allow to pack into it.
+        UsageError: If `existing` does not allow packing into the directory with the files that it contains now.
     """
     options = PackOptions(
         shard_bytes=shard_bytes,
@@ -251,8 +251,8 @@ def pack_tokens(
 ) -> Manifest:
     """Packs a stream of tokens as windows of window + 1 tokens. Each window is a sample. For one process.
 
-    Tokens after the last whole window are dropped; these are fewer than `stride`. Tokens that the last window of a
-    shard shares with the first window of the next shard are stored in both, so that every window lies in one file.
+    Fewer than `stride` tokens, those after the last whole window, are dropped. Tokens that the last window of a shard
+    shares with the first window of the next shard are stored in both, so that every window lies in one file.
 
     Args:
         directory: Directory of the new dataset.
@@ -474,7 +474,7 @@ def pack_source(
 ) -> dict[Path, Manifest]:
     """Packs a source that is given by its name, as `hpctrain data pack` does. Collective over `comm` if given.
 
-    Writes the datasets `out`/train and `out`/test. If no samples are held out for a test, writes one dataset `out`.
+    Writes the datasets `out`/train and `out`/test. If no samples are held out for a test, writes one dataset, `out`.
 
     Args:
         source: Name of the source, such as a directory of images; see `hpctrain data pack --help`.

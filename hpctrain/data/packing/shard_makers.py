@@ -46,17 +46,17 @@ class Documents(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes if the content of the documents changes. It is found without reading the documents."""
+        """Value that changes if the content of the documents changes. Computed without reading the documents."""
 
     def read(self, number: int, *, start: int, stop: int) -> NDArray[Any]:
         """Returns tokens start to stop - 1 of the document of index `number`, shape (stop - start,).
 
-        Raises DataError if they cannot be read.
+        Raises DataError if the tokens cannot be read.
         """
 
 
 def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
-    """Returns tokens start to stop - 1 of the concatenated documents. Raises DataError if they cannot be read."""
+    """Returns tokens start to stop - 1 of the concatenated documents. Raises DataError if tokens cannot be read."""
     starts = documents.starts
     stream = np.empty(stop - start, dtype=documents.dtype)
     number = int(np.searchsorted(starts, start, side="right")) - 1
@@ -279,7 +279,8 @@ def make_shards(
 ) -> Iterator[ShardRecord]:
     """Writes the shards of one rank and yields their records.
 
-    A shard that an earlier packing with the same plan has finished is kept, if its content matches its record.
+    A shard that an earlier packing with the same plan has finished is kept, if the content of the shard matches its
+    record.
     """
     while (file := maker.begin()) is not None:
         record = read_record(directory, file, plan=plan)
@@ -308,7 +309,7 @@ def write_shards_together(
     """Runs the iterator `records` of every rank to the end, so that every rank writes its shards, one at a time.
 
     Collective over `comm`. Returns the file names of the shards of all ranks. If a rank has an error, all ranks raise
-    it after their current shard.
+    this error after their current shard.
     """
     mine: list[str] = []
     done = 0

@@ -353,7 +353,7 @@ class StoredChunks:
 def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
     """Returns the number of rows per block for reads through h5py, at most `num_rows`.
 
-    A block has about 1 MiB. For chunked data it consists of whole HDF5 chunks.
+    A block has about 1 MiB. For chunked data a block consists of whole HDF5 chunks.
     """
     wanted = max(1, _BLOCK_BYTES // max(1, row_bytes))
     if chunk_rows is not None:

@@ -122,7 +122,7 @@ class Verify(str, Enum):
 
 
 class ContentChecker(Protocol):
-    """Interface of a checker that compares the content of samples with what it should be, before they are read."""
+    """Interface of a checker that looks for damaged samples before a dataset reads them."""
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64], /) -> None:
         """Checks samples of a field before they are read. Raises DataError if they are damaged.
@@ -217,7 +217,7 @@ class Dataset:
             directory: Directory of the dataset, with its manifest.
             verify: What is checked of every shard now: "off", "sizes" or "headers" (see `Verify`).
             io: How contiguous fields are read: "map" (memory map), "read" (pread), or "auto".
-            cache_bytes: Maximum size in bytes of the cache of decoded chunks, over all shards. With io "auto" it is
+            cache_bytes: Maximum size in bytes of the cache of decoded chunks, over all shards. With io "auto" this is
                 also the maximum size of a dataset that is memory-mapped. None: 64 MiB for the cache, and a quarter of
                 the node's memory for maps.
             decode_threads: Number of threads that decode chunks; None: the number of cores of the process, at most 4.
@@ -360,7 +360,7 @@ class Dataset:
         return [(int(shard_of[group[0]]), group) for group in np.split(order, borders)]
 
     def forget(self, shard_index: int) -> None:
-        """Closes a shard, so that its file is opened again at the next read.
+        """Closes the file of a shard. The next read of the shard opens the file again.
 
         Call this method after the locator has found another path for the shard, or after the file was restored.
 

@@ -122,7 +122,7 @@ class FieldReader(Protocol):
     """Interface of a class that reads one field of one shard. Thread-safe."""
 
     def begin(self, request: ReadRequest) -> Sequence[ReadTask]:
-        """Reads the samples that are cheap to read, and returns tasks that read the others.
+        """Reads the samples that are cheap to read, and returns tasks that read the remaining samples.
 
         The tasks may be run in any order by any thread. This method and the tasks raise DataError that names shard,
         field and samples.

@@ -59,9 +59,9 @@ def choose(mode: IoMode, *, directory: Path, file_bytes: int, map_bytes: int) ->
 class OpenShard:
     """An open file of a dataset, from which samples of one shard are read. Thread-safe.
 
-    The file is the shard's original file, or with `is_copy` a copy of it. It is closed when the last reference to
-    this object is deleted. `windows` is the index of the first token of each sample, int64 of shape (samples,), if
-    the manifest lists windows, else None. Raises DataError if the file cannot be opened.
+    The file is the shard's original file, or with `is_copy` a copy of it. The file is closed when the last reference to
+    this object is deleted. `windows` is the index of the first token of each sample, int64 of shape (samples,), if the
+    manifest lists windows, else None. Raises DataError if the file cannot be opened.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Opens the sources of `hpctrain data pack` by the name given on the command line.
 
-A source has one part, or two: `train` and `test`. Samples are assigned to parts by the permutation of `EpochOrder`,
-files by a hash of their relative path. So the parts depend only on the seed, and on the number of samples or the names
-of the files, but not on the machine.
+A source has one part, or the two parts `train` and `test`. Samples are assigned to parts by the permutation of
+`EpochOrder`, files by a hash of their relative path. So the parts depend only on the seed, and on the number of samples
+or the names of the files, but not on the machine.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class IteratorSource:
-    """Source of samples that iterators yield. `open_part(part)` returns the iterator of part 0 to num_parts - 1."""
+    """Source of samples that iterators yield. `open_part(p)` returns the iterator of part p, 0 <= p < num_parts."""
 
     open_part: Callable[[int], Iterator[Mapping[str, Any]]]
     num_parts: int
@@ -133,9 +133,9 @@ class SourceOptions:
     """Options of `pack_source` that apply to some sources only.
 
     Attributes:
-        image_size: For images, the size (height, width) in pixels to which they are scaled and cropped; None: that of
-            the first image.
-        colour: For images, their colour channels; None: RGB.
+        image_size: For images, the size (height, width) in pixels to which the images are scaled and cropped; None: the
+            size of the first image.
+        colour: For images, the colour channels; None: RGB.
         fields: For tables, the columns that make up each field, by field name; None: each column is a field.
         num_parts: For iterators, the number of parts that are packed separately; None: 1.
     """

@@ -31,7 +31,7 @@ class SampleRows(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes if the content changes. It is computed from names, sizes and times of files."""
+        """Value that changes if the content changes, computed from names, sizes and times of files."""
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Returns for each field an array of shape (n, *sample_shape). Raises DataError if reading fails.
@@ -78,7 +78,7 @@ class ArrayRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRows:
-    """Selected samples of another source, or all its samples in another order.
+    """Selected samples of another source, or all samples of that source in another order.
 
     `positions` contains the position of each sample in the other source: int64, shape (num_samples,). `choice`
     describes the selection, and becomes part of `identity`.

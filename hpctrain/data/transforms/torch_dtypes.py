@@ -19,7 +19,7 @@ WIDENED: Mapping[str, np.dtype[Any]] = MappingProxyType(
 def torch_dtype(stored: str) -> torch.dtype:
     """Returns the torch dtype that a field has in batches.
 
-    It is the stored dtype, except that uint16 becomes int32, and uint32 becomes int64.
+    The result is the stored dtype, except that uint16 becomes int32, and uint32 becomes int64.
     """
     return torch.from_numpy(np.empty(0, dtype=WIDENED.get(stored, np.dtype(stored)))).dtype
 

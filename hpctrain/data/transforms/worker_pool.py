@@ -373,8 +373,9 @@ def build_transformer(transform: str | TransformFunction | None, *, workers: int
     """Returns the object that runs a loader's transform, or None if `transform` is None.
 
     With `workers` 0 the calling threads run the transform, otherwise that number of worker processes. Raises
-    RecipeError if the transform cannot be imported in this process, or could not be imported in a worker. Raises it
-    also if `workers` is negative, is positive without a transform, or needs shared memory that this system lacks.
+    RecipeError if the transform cannot be imported in this process, or could not be imported in a worker. Also raises
+    RecipeError if `workers` is negative, is positive without a transform, or needs shared memory that this system
+    lacks.
     """
     if workers < 0:
         raise RecipeError(f"workers = {workers}: must be 0 (threads) or more")

@@ -32,7 +32,8 @@ _FOR_THE_PARENT = (
 def main(control_descriptor: int, lifeline: int) -> int:
     """Transforms batches until the parent closes the control socket. Returns the exit code of the process.
 
-    Both arguments are file descriptors. `lifeline` is the read end of a pipe; only the parent has its write end open.
+    Both arguments are file descriptors. `lifeline` is the read end of a pipe; only the parent has the write end of the
+    pipe open.
     """
     _end_with_parent(lifeline)
     for number in _FOR_THE_PARENT:

@@ -1,7 +1,7 @@
 """The program of the fork server, which `_fork_client.c` starts.
 
-Its command line is `python OPTIONS .../fork_server/__main__.py COMMAND...`. A process that the server forks returns
-from `serve` and runs COMMAND here, so that it ends as Python programs end.
+The command line is `python OPTIONS .../fork_server/__main__.py COMMAND...`. A process that the server forks returns
+from `serve` and runs COMMAND here, so that the process ends as Python programs end.
 """
 
 from __future__ import annotations

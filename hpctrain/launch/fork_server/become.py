@@ -198,7 +198,7 @@ def _show_command(command: Sequence[str]) -> None:
 
 
 def replace_environ(environ: Mapping[str, str]) -> None:
-    """Makes `environ` the variables of this process, also where the kernel shows them to others: /proc/PID/environ."""
+    """Makes `environ` the variables of this process, also in /proc/PID/environ, where other processes see them."""
     os.environ.clear()
     os.environ.update(environ)  # the C library makes copies, so that what it had before may be overwritten
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environ.items())

@@ -49,7 +49,7 @@ def read_environ(pid: int) -> dict[str, str]:
 
 
 def read_command(client: int) -> list[str]:
-    """Returns the command line of the rank that a client stands for. Raises OSError, ValueError."""
+    """Returns the command line of the rank that a fork server's client stands for. Raises OSError, ValueError."""
     words = [os.fsdecode(word) for word in Path(f"/proc/{client}/cmdline").read_bytes().split(b"\0")[:-1]]
     return words[words.index("--") + 1 :]
 
@@ -64,7 +64,7 @@ def read_status(pid: int) -> dict[str, str]:
 class Likeness:
     """The properties of a process that must be equal in a fork server and in the rank that it forks.
 
-    `cgroups` omits the part that Slurm adds per task.
+    `cgroups` omits the path components that Slurm adds per task.
     """
 
     environ: Mapping[str, str]
@@ -80,7 +80,7 @@ class Likeness:
 
     @classmethod
     def of(cls, pid: int) -> Likeness:
-        """Reads the properties of a process. Raises OSError if it has ended or belongs to another user."""
+        """Reads the properties of a process. Raises OSError if the process has ended or belongs to another user."""
         status, environ = read_status(pid), read_environ(pid)
         cgroups = Path(f"/proc/{pid}/cgroup").read_text()
         return cls(
@@ -97,7 +97,7 @@ class Likeness:
         )
 
     def why_unlike(self, other: Likeness) -> str | None:
-        """Returns why `other` cannot be forked from this process; None if it can. Pure."""
+        """Returns why `other` cannot be forked from this process; None if forking is possible. Pure."""
         names = sorted(
             name
             for name in {*self.environ, *other.environ}

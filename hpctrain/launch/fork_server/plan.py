@@ -103,7 +103,7 @@ def client_words(client: str, program: Program) -> tuple[str, ...]:
 
 
 def why_not_by_default(environ: Mapping[str, str]) -> str | None:
-    """Returns why ranks are not forked on this machine unless the user asks for it; None if they are forked."""
+    """Returns why ranks on this machine are not forked by default; None if they are forked by default."""
     if environ.get(KEY_VARIABLE) == OFF:
         return f"{KEY_VARIABLE}={OFF}"
     device = next((name for name in _GPU_DEVICES if os.path.exists(name)), None)

@@ -1,4 +1,4 @@
-"""What a fork server imports before it forks, and the checks that it may still fork afterwards."""
+"""What a fork server imports before it forks, and the checks that forking is still safe after the imports."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Imported:
             sys.path.insert(0, folder)
 
     def why_other(self, folder: str | None) -> str | None:
-        """Returns why a program in `folder` cannot use the imported modules; None if it can."""
+        """Returns why a program in `folder` cannot use the imported modules; None if the program can use them."""
         if folder not in self._known:
             others = (name for name in [*sys.modules] if self._is_other(name, folder))
             other = next(others, None)
@@ -102,9 +102,9 @@ def _top(origin: str) -> str:
 
 
 def modules_for(program: Program, *, directory: str, preload: Sequence[str]) -> list[str]:
-    """Returns the modules to import for a program: known libraries that it imports, and those that the user names.
+    """Returns the modules to import for a program: known libraries that it imports, and modules named by the user.
 
-    It reads the program's file, but imports nothing of the user's.
+    The function reads the program's file, but imports no code of the user.
     """
     if program.module == "hpctrain" or (program.script and Path(program.script).name == "hpctrain"):
         found = [*_TRAINING]
@@ -158,7 +158,7 @@ def _imports(file: Path | None) -> set[str]:
 
 
 def import_all(names: Iterable[str]) -> str | None:
-    """Imports modules. Returns why the server can no longer fork; None if it can."""
+    """Imports modules. Returns why the server can no longer fork; None if forking is still possible."""
     for name in names:
         try:
             importlib.import_module(name)

@@ -22,9 +22,9 @@ from hpctrain.launch.fork_server.server import LISTENS_AT, Server, cannot_fork, 
 
 
 def serve(command: Sequence[str], *, directory: str, at_start: frozenset[str]) -> Program | None:
-    """Runs the server. In the server's process it returns None when the server has ended.
+    """Runs the server. In the server's process, this function returns None when the server has ended.
 
-    In each rank that the server has forked, it returns the program that the rank must run.
+    In each rank that the server has forked, this function returns the program that the rank must run.
 
     at_start: names of the modules that Python itself had imported when it started.
     """

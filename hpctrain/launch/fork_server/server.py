@@ -1,4 +1,4 @@
-"""The fork server of a node: it has imported what the ranks need, and forks one process for each client that asks.
+"""The fork server of a node, which imports what the ranks need, and then forks one process for each client that asks.
 
 The client is `_fork_client.c`, which documents the messages between client and server. The server has one thread, which
 waits in `poll`.
@@ -66,7 +66,7 @@ class Server:
     program: program whose libraries the server has imported.
     imported: modules that the server has imported.
     own: properties of the server's process when it started.
-    refusal: why the server cannot fork; the server then tells this to its clients. None if it can fork.
+    refusal: why the server cannot fork; the server tells its clients this reason. None if the server can fork.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Server:
     def run(self) -> Forked | None:
         """Serves until no client needs the server.
 
-        Returns None then. In each forked process it returns what that process must become.
+        Then returns None. In each forked process, returns what that process must become.
         """
         while True:
             waiting = select.poll()
@@ -286,7 +286,7 @@ def _move(number: int) -> int:
 
 
 def cannot_fork() -> str | None:
-    """Returns why this system cannot run a fork server; None if it can."""
+    """Returns why this system cannot run a fork server; None if a fork server can run."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError):

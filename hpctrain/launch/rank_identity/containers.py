@@ -58,10 +58,10 @@ class Surroundings:
 
 
 def why_not_alone(environ: Mapping[str, str], surroundings: Surroundings) -> str | None:
-    """Returns why a process without launcher variables is not the only rank; None if there is no sign of others. Pure.
+    """Returns why a process without launcher variables is not the only rank; None if no other rank is known. Pure.
 
-    If the variables were removed inside the container, or without any container (`env -i`), it returns None: they were
-    removed on purpose.
+    If the variables were removed inside the container, or without any container (`env -i`), this returns None: the
+    variables were removed on purpose.
     """
     if find_launcher(environ) is not None:
         return None

@@ -1,6 +1,6 @@
 """Finds the launcher's process on this machine, and the processes between the launcher and this process.
 
-The processes between them may be wrapper scripts, or the rank itself if the rank has started this process. The launcher
+The processes in between may be wrapper scripts, or the rank itself if the rank has started this process. The launcher
 is the nearest ancestor that is one of the known programs, or that lacks the rank's variables.
 """
 
@@ -45,7 +45,8 @@ RANK_PID_VARIABLE = "HPCTRAIN_RANK_PID"
 class LauncherProcess:
     """The launcher's process on this machine.
 
-    pid: process id of the launcher; None if it is not visible, as from a container that has its own process ids.
+    pid: process id of the launcher; None if the launcher is not visible, as from a container that has its own process
+    ids.
     between: ancestors of this process that have the rank's variables, nearest first.
     """
 
@@ -61,7 +62,7 @@ class LauncherProcess:
 
 
 def process_key(pid: int) -> str | None:
-    """Returns a text that identifies this process on this machine until the next boot; None if it has ended."""
+    """Returns a text that identifies a process on this machine until the next boot; None if the process has ended."""
     try:
         return f"{pid}-{_stat(pid)[19]}"
     except (OSError, IndexError):
@@ -85,7 +86,7 @@ def is_client(pid: int) -> bool:
 
 
 def forked_for(client: int) -> int | None:
-    """Returns the process id of the rank that was forked for a client; None if it was not forked yet, or has ended.
+    """Returns the process id of the rank that was forked for a client; None before the fork, or if the rank has ended.
 
     The client holds a pidfd of the rank's process, and the kernel reports the process id of a pidfd.
     """
@@ -184,7 +185,7 @@ def _descendants(root: int, parents: Mapping[int, int]) -> Iterator[int]:
 def variable_of(pid: int | str, name: str) -> str | None:
     """Returns the value of an environment variable at the start of a process.
 
-    Returns None if it is not set or may not be read.
+    Returns None if the variable is not set or may not be read.
     """
     start = name.encode() + b"="
     try:
@@ -197,7 +198,7 @@ def variable_of(pid: int | str, name: str) -> str | None:
 
 
 def command_of(pid: int) -> str:
-    """Returns the first 120 characters of a process's command line; empty if it has ended."""
+    """Returns the first 120 characters of a process's command line; empty if the process has ended."""
     return _read(pid, "cmdline").replace("\0", " ").strip()[:120]
 
 

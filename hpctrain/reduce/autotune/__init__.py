@@ -1,1 +1,1 @@
-"""Autotuning: measures the candidate reductions, fits their cost, chooses one, caches the results."""
+"""Autotuning: measures the candidate reductions, fits their costs, chooses a candidate, caches the results."""

@@ -1,8 +1,8 @@
 """Choice of the reduction of a run, from measurements. Pure.
 
 The candidate with the lowest fitted cost of all buckets of a step is chosen. If several candidates have this cost, the
-one that was measured first is chosen. A candidate that was dropped before it was measured at the size of the largest
-bucket is not chosen.
+candidate that was measured first is chosen. A candidate that was dropped before it was measured at the size of the
+largest bucket is not chosen.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ DECIDED_BY_LINK = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Candidates with their costs. Created by `of_measurements`, or by `only` if there is one candidate.
+    """The candidates for the reduction, with their costs. Made by `of_measurements`, or by `only` for one candidate.
 
-    candidates: the candidates; if several have equal costs, the first of them is chosen.
+    candidates: the candidates; of several candidates with equal costs, the first is chosen.
     costs: fitted cost of each candidate; empty if nothing was measured.
     measurements: times from which the costs were fitted.
     floor: lower bound of the time that the links between nodes need; None if unknown.
@@ -63,9 +63,10 @@ class Choice:
     def of_measurements(
         cls, measurements: Sequence[Measurement], *, floor: LinkFloor | None = None
     ) -> Choice:
-        """Makes the choice from measurements. Raises UsageError if there are none.
+        """Makes the choice from measurements. Raises UsageError if there are no measurements.
 
-        floor: lower bound of the time that the links between nodes need; shorter measured times are raised to it.
+        floor: lower bound of the time that the links between nodes need; shorter measured times are raised to this
+        bound.
         """
         if not measurements:
             raise UsageError("no measurements to choose by: give at least one of a candidate")
@@ -137,9 +138,9 @@ class Choice:
     def bucket_bytes(self, *, gradient_bytes: int, overlap: bool = True) -> int:
         """Returns a bucket size at which latency is a small share of the time, but the model has several buckets.
 
-        It is the smallest power of two at which the predicted rate (bytes per second) reaches 8/9 of the best rate,
-        but at most a quarter of `gradient_bytes`, and between 512 KiB and 32 MiB. Without `overlap` it is the size of
-        one bucket for all gradients, at most 32 MiB.
+        The bucket size is the smallest power of two at which the predicted rate (bytes per second) reaches 8/9 of the
+        best rate, but at most a quarter of `gradient_bytes`, and between 512 KiB and 32 MiB. Without `overlap` the
+        bucket size is that of one bucket for all gradients, at most 32 MiB.
 
         gradient_bytes: size of all gradients of the model, in bytes.
         overlap: True if reductions overlap with backward.
@@ -159,8 +160,8 @@ class Choice:
     def record(self) -> dict[str, Any]:
         """Returns each candidate's measurements as JSON values, for the run's record.
 
-        Their `floor_seconds_per_byte` is the lower bound of the time per byte that is used to compare candidates; 0 if
-        there is no lower bound.
+        The entry `floor_seconds_per_byte` is the lower bound of the time per byte that is used to compare candidates; 0
+        if there is no lower bound.
         """
         candidates = []
         for candidate, points in _by_candidate(self.measurements).items():
@@ -197,7 +198,8 @@ def measurements_from_json(value: Any) -> list[Measurement]:
 def eligible(costs: Mapping[Candidate, TimeBySize], num_bytes: float) -> list[Candidate]:
     """Returns the candidates that were measured at `num_bytes` or more.
 
-    If no candidate was measured at so large a size, returns those measured at the largest size of all.
+    If no candidate was measured at so large a size, returns the candidates that were measured at the largest size of
+    all.
     """
     furthest = max(cost.points[-1][0] for cost in costs.values())
     return [c for c, cost in costs.items() if cost.points[-1][0] >= min(num_bytes, furthest)]

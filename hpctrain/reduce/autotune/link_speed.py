@@ -1,13 +1,13 @@
-"""Measured speed of links, the time of a reduction as a function of its size, and a lower bound of that time.
+"""Measured speed of links, the time of a reduction by the size of its buffer, and a lower bound of that time.
 
 The time of a message is usually modelled by a latency and a time per byte (Hockney 1994,
 doi:10.1016/S0167-8191(06)80021-9). This model is valid only within a range of sizes, since libraries change their
 protocol with the size, and caches are limited. So `TimeBySize` is piecewise linear between the measured sizes.
 
 `LinkFloor` is the lower bound for links between nodes: the bytes that leave a node, divided by the rate of the node's
-link. A trial can be faster than this bound, because the queues and shapers of a link accept some hundred KB at once,
-however slow the link is; a training step cannot be faster. So shorter times are raised to the bound when candidates are
-compared.
+link. A trial, which is a short measurement, can be faster than this bound, because the queues and shapers of a link
+accept some hundred KB at once, however slow the link is; a training step cannot be faster. So shorter times are raised
+to the bound when candidates are compared.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def measure_levels(
 ) -> tuple[LinkSpeed, ...]:
     """Measures the link speed along each axis with groups of several ranks. Collective.
 
-    Returns the same result on every rank. It runs a few reductions per axis; once the slowest rank has used more than
-    `budget_s`, it runs fewer and smaller reductions.
+    Returns the same result on every rank. Runs a few reductions per axis; once the slowest rank has used more than
+    `budget_s` seconds, the reductions are fewer and smaller.
     """
     found = []
     began = clock()
@@ -219,7 +219,7 @@ class TimeBySize:
     def fit(cls, measured: Iterable[tuple[int, float]]) -> TimeBySize:
         """Fits the function to pairs (bytes, seconds); if one size has several times, the shortest is used.
 
-        Noise only adds time. So if a larger size took less time than a smaller one, the shorter time is used for both.
+        Noise only adds time. So if a larger size took less time than a smaller size, the shorter time is used for both.
         Raises UsageError if there are no pairs.
         """
         least: dict[int, float] = {}
@@ -242,7 +242,7 @@ class TimeBySize:
         return cls(tuple(points), latency, slope)
 
     def at(self, num_bytes: float) -> float:
-        """Returns the seconds for a bucket of `num_bytes`; they never decrease with the size."""
+        """Returns the seconds for a bucket of `num_bytes`. A larger bucket never takes less time."""
         place = bisect_right(self.points, num_bytes, key=lambda point: point[0])
         if place == len(self.points):
             last_bytes, last_s = self.points[-1]

@@ -1,4 +1,4 @@
-"""Short trials of the candidate reductions, on the ranks and links of this run.
+"""Trials: short measurements of the candidate reductions, on the ranks and links of this run.
 
 The size of the buckets grows until the time is used up, and candidates that are clearly slower are dropped. All
 decisions use times that are reduced by MAX over the ranks, so that all ranks decide alike.
@@ -52,7 +52,7 @@ Compute = Callable[[int], object]
 
 @final
 class MatrixProducts:
-    """A computation that consists of units. One unit is one product of two matrices, which this object holds."""
+    """A computation that consists of units. One unit is one product of two matrices. This object holds the matrices."""
 
     def __init__(self) -> None:
         self._factors = torch.full((2, SIDE, SIDE), 0.5)
@@ -123,10 +123,10 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Result of the trials, the same on every rank.
+    """Result of the trials (short measurements of the candidate reductions), the same on every rank.
 
     seconds: duration of the trials.
-    notes: texts that say what was not measured, and why.
+    notes: texts for the user that say what was not measured, and why.
     """
 
     measurements: tuple[Measurement, ...]
@@ -148,14 +148,14 @@ def calibrate(
 ) -> Calibration:
     """Measures the candidates for about `budget_s` seconds by the slowest rank's clock. Collective over `comm`.
 
-    A reduction that has started is never aborted. So the trials exceed `budget_s` if their last reduction takes longer
-    than predicted. The reducers are closed at the end.
+    A reduction that has started is never aborted. So the measurements exceed `budget_s` if their last reduction takes
+    longer than predicted. The reducers are closed at the end.
 
     make: function that creates the reducer of a candidate.
     floor: lower bound of the time that the links between nodes need. For sizes at which this bound exceeds the latency,
     candidates that send clearly more bytes than another candidate are not measured.
     compute: computation during which the reductions run; the measured time is the time by which a reduction prolongs
-    it. None: the reductions run by themselves.
+    the computation. None: the reductions run by themselves.
 
     Raises UsageError on every rank if no candidate can be created.
     """

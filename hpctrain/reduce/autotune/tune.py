@@ -47,7 +47,7 @@ SCHEMA = 1
 class CalibrationKey:
     """The conditions of a calibration. Measurements are used again only under the same conditions.
 
-    load: `computation` if the ranks computed during the trials, otherwise `none`.
+    load: `computation` if the ranks computed during the measurements, otherwise `none`.
     versions: versions of the libraries that a reduction uses, by name.
     """
 
@@ -126,8 +126,8 @@ class StoredCalibration:
 class CachedTrials:
     """Result of `read_calibration`.
 
-    kept: the measurements for the key; None if the file has none.
-    why: the reason why the file has no measurements for the key; "" if there is no file, or it has no entries.
+    kept: the measurements for the key; None if the file has no measurements for this key.
+    why: the reason why the file has no measurements for the key; "" if there is no file, or the file has no entries.
     """
 
     kept: StoredCalibration | None
@@ -222,7 +222,7 @@ class AutoChoice:
     source: where the measurements come from, as text.
     levels: measured speeds of the links.
     seconds: duration of the calibration.
-    load: `computation` if the ranks computed during the trials, otherwise `none`.
+    load: `computation` if the ranks computed during the measurements, otherwise `none`.
     """
 
     candidate: Candidate
@@ -259,7 +259,7 @@ class TrialResults:
     ) -> AutoChoice:
         """Chooses wire format, bucket size and algorithm for a model with `gradient_bytes` of gradients. Pure.
 
-        bucket_bytes: bucket size from the recipe; None: it is chosen too.
+        bucket_bytes: bucket size from the recipe; None: the bucket size is chosen too.
         overlap: True if reductions overlap with backward.
         """
         chosen = self.choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
@@ -322,12 +322,12 @@ def find_choice(
 
     make: function that creates the reducer of a candidate; collective.
     candidates: the candidates, the same in the same order on every rank.
-    files: files from which measurements are read and to which new ones are written; None: no files.
+    files: files from which measurements are read and to which new measurements are written; None: no files.
     versions: versions of the libraries by name; None: they are determined here.
     note: called on every rank with a message about anything that could not be read, written or measured.
     under_load: True if there are more ranks than cores and buckets are reduced during backward. The ranks then compute
-    during the trials. The same on every rank.
-    budget_s: time for the trials, in seconds.
+    during the measurements. The same on every rank.
+    budget_s: time for the measurements, in seconds.
 
     Raises UsageError if `candidates` is empty.
     """

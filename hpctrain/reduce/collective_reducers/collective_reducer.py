@@ -4,7 +4,7 @@ These reducers work with every backend, on the backend's device. If a backend ha
 is in flight at a time. `AllReduceReducer` makes its own schedule instead.
 
 The bytes that collective operations send between nodes are computed for a ring over the ranks in order, in which each
-rank sends only to its successor. A backend may use another algorithm, but no algorithm sends fewer bytes per rank, so
+rank sends only to the next rank. A backend may use another algorithm, but no algorithm sends fewer bytes per rank, so
 algorithms are compared by this number.
 """
 
@@ -61,10 +61,10 @@ def wire_dtype(wire: str, *, bucket: torch.dtype) -> torch.dtype:
 class CastSum:
     """Casts a bucket to the dtype of the wire format and lets the backend sum it in place, on the bucket's device.
 
-    start: function that starts the sum of a buffer over all ranks, and returns a function that waits for the sum;
-        collective.
+    start: function that starts the sum of a buffer over all ranks, and returns another function, which waits for the
+        sum; collective.
     wire: a wire format with a dtype for backends (`library_dtype`). The constructor raises UsageError if the backend
-        cannot sum it.
+        cannot sum this dtype.
     bytes_of: function of numel and itemsize that returns the bytes that this rank sends to other nodes.
     """
 
@@ -111,7 +111,7 @@ class CastSum:
 
 
 def successor_is_elsewhere(rank: int, *, num_ranks: int, topology: Topology | None) -> bool:
-    """Returns True if the successor of `rank` in the ring is on another node.
+    """Returns True if the rank after `rank` in the ring is on another node.
 
     topology: None means one rank per node.
     """
@@ -134,7 +134,7 @@ def all_reduce_bytes(num_bytes: int, *, num_ranks: int) -> int:
 
 
 def all_gather_bytes(counts: Sequence[int], *, rank: int) -> int:
-    """Returns the bytes that `rank` sends in a ring all-gather: all parts except the one of its successor.
+    """Returns the bytes that `rank` sends in a ring all-gather: all parts except the part of the next rank.
 
     counts: bytes of each rank's part.
     """
@@ -166,7 +166,7 @@ class BucketPiece:
 
 
 def split_bucket(numel: int, *, num_ranks: int, piece_elems: int = PIECE_ELEMS) -> list[BucketPiece]:
-    """Splits a bucket into pieces of at most `piece_elems` elements; an empty bucket has none. Pure."""
+    """Splits a bucket into pieces of at most `piece_elems` elements; an empty bucket has no pieces. Pure."""
     pieces = []
     for begin in range(0, numel, piece_elems):
         counts = split_evenly(min(piece_elems, numel - begin), num_parts=num_ranks)
@@ -189,8 +189,8 @@ class SliceSum:
     value is rounded twice, whatever the number of ranks. The backend only transports bytes, so that bfloat16 and int8
     work over Horovod, which can sum neither. Source: Thakur et al. 2005, section 4.5.
 
-    Error feedback: a rank keeps the rounding errors of the values that it sent and, for its own slice, those of the
-    sum. Its own values of its own slice are not rounded, so one residual per element is enough.
+    Error feedback: a rank keeps the rounding errors of the values that it sent and, for its own slice, the rounding
+    errors of the sum. The rank's own values of its own slice are not rounded, so one residual per element is enough.
 
     The sum is computed in host memory: a CUDA bucket is copied there and back. `bytes_sent` counts the bytes that the
     all-to-all sends to ranks of other nodes; the bytes of the all-gather are computed for a ring.
@@ -317,7 +317,7 @@ class BucketSum(Protocol):
     """A method of summing a bucket over all ranks. `start` is collective, `plan` is not.
 
     `start(number, memory)` starts the sum of bucket `number` in place in `memory`, shape (n,), n > 0, and returns a
-    function that waits for it.
+    function that waits for the sum.
 
     bytes_sent: bytes that this rank has sent to other nodes so far.
     """

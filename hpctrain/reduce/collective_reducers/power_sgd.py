@@ -1,7 +1,8 @@
 """PowerSGD: a gradient matrix is sent as two thin factors (Vogels et al. 2019, arXiv:1905.13727).
 
-A parameter with two or more dimensions is a matrix of shape (n, m) = (outermost dimension, product of the others).
-With M_i the gradient of rank i plus its residual, one power iteration from the last step's Q gives
+A parameter with two or more dimensions is a matrix of shape (n, m): n is the size of the outermost dimension, m the
+product of the sizes of all other dimensions. With M_i the gradient of rank i plus its residual, one power iteration
+from the last step's Q gives
 
     P = orthonormal(sum_i M_i Q)        (n, rank)
     Q = sum_i M_i^T P                   (m, rank)
@@ -134,10 +135,11 @@ FACTOR_COLUMNS = 16
 class LowRankReducer(StepEnd):
     """`BucketReducer` that sends matrices as factors, and all other parameters unchanged, with error feedback.
 
-    Each bucket needs two all_reduce operations in the bucket's dtype. They block, so buckets are reduced one after
-    another. The result is deterministic. It is bitwise equal on every rank if the ranks' processors and libraries are
-    the same, since each rank orthonormalizes P itself. If a bucket is not finite on any rank, the result is not finite
-    on all ranks, and the residuals do not change (`end_step`). A parameter that no rank used keeps its residual.
+    Each bucket needs two all_reduce operations in the bucket's dtype. These operations block, so buckets are reduced
+    one after another. The result is deterministic. The result is bitwise equal on every rank if the ranks' processors
+    and libraries are the same, since each rank orthonormalizes P itself. If a bucket is not finite on any rank, the
+    result is not finite on all ranks, and the residuals do not change (`end_step`). A parameter that no rank used keeps
+    its residual.
 
     Args:
         comm: Communicator used by this object only.
@@ -211,7 +213,7 @@ class LowRankReducer(StepEnd):
     # ------------------------------------------------------------------ one bucket
 
     def reduce(self, number: int) -> Iterator[bool]:
-        """See `BucketReducer.reduce`. The first `next` runs all of it, because the collective operations block."""
+        """See `BucketReducer.reduce`. The first `next` runs the whole reduction, since its operations block."""
         factored = self._buckets[number]
         self._began = True
         self._residuals.add_to(factored.memory, factored.bucket)

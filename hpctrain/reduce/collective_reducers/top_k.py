@@ -2,7 +2,7 @@
 
 From each bucket, a rank sends only the elements with the largest absolute values, a fixed fraction of all, each with
 its index. The ranks choose different elements, so the elements of all ranks are gathered, and every rank adds them up
-in rank order. Elements that a rank has not sent, and rounding errors of those that it has sent, are added to the next
+in rank order. Elements that a rank has not sent, and rounding errors of the sent elements, are added to the next
 gradient (error feedback).
 """
 
@@ -38,12 +38,12 @@ _ALIGNMENT = 8
 class TopKMessage:
     """Layout of one rank's message for one bucket: range, indices, values, flags, each at a multiple of 8 bytes.
 
-    The range is one float64, the largest absolute value; it is not finite if any of the rank's values is not finite.
-    Each flag is one byte.
+    The range is one float64, the largest absolute value; the range is not finite if any of the rank's values is not
+    finite. Each flag is one byte.
 
     count: number of elements that are sent.
     num_flags: number of flags.
-    place_dtype: dtype of the indices, int32 if they fit.
+    place_dtype: dtype of the indices, int32 if all indices fit into int32.
     value_dtype: dtype of the values.
     """
 
@@ -99,11 +99,11 @@ class _Planned:
 class TopKReducer(StepEnd):
     """`BucketReducer` that sends the largest elements of each bucket, with error feedback.
 
-    Each bucket needs one all_gather, with one message per rank. It blocks, so buckets are reduced one after another.
-    With N ranks and float32 values, every rank receives 8 * N * fraction bytes per element; with a float32 ring it
-    receives 8 (N-1)/N bytes. So top-k receives fewer bytes if N * fraction < 1. The result is deterministic, and
-    bitwise equal on every rank. If a bucket is not finite on any rank, the result is not finite on all ranks, and the
-    residuals do not change (`end_step`). A parameter that no rank used keeps its residual.
+    Each bucket needs one all_gather, with one message per rank. The all_gather blocks, so buckets are reduced one after
+    another. With N ranks and float32 values, every rank receives 8 * N * fraction bytes per element; with a float32
+    ring, every rank receives 8 (N-1)/N bytes. So top-k receives fewer bytes if N * fraction < 1. The result is
+    deterministic, and bitwise equal on every rank. If a bucket is not finite on any rank, the result is not finite on
+    all ranks, and the residuals do not change (`end_step`). A parameter that no rank used keeps its residual.
 
     Args:
         comm: Communicator used by this object only.

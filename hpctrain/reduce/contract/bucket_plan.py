@@ -31,7 +31,7 @@ class Slot:
     offset, numel: position of the gradient in the bucket, and its number of elements.
     used_flag: position in the bucket of the parameter's flag, which is 1 if the rank had a gradient for the parameter.
     position: offset of the gradient in gradient space, the concatenation of all flattened parameters in the
-    optimizer's order. It does not depend on the buckets.
+    optimizer's order. The offset does not depend on the buckets.
     shape: shape of the gradient in memory order, outermost dimension first; empty if unknown.
     """
 
@@ -45,7 +45,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A buffer of gradients that is reduced as a whole. It has at least one slot.
+    """A buffer of gradients that is reduced as a whole. A bucket has at least one slot (place of a gradient).
 
     numel: number of elements, including gap and flags.
     """
@@ -61,7 +61,7 @@ class Bucket:
 
     @property
     def first_flag(self) -> int:
-        """Position of the first flag in the bucket. One flag per slot, in slot order, fills the rest of the bucket."""
+        """Position of the first flag in the bucket. The flags of all parameters, in their order, end the bucket."""
         return self.slots[0].used_flag
 
 
@@ -82,8 +82,8 @@ class GradientSpec:
 def sum_dtype(parameter: torch.dtype) -> torch.dtype:
     """Returns the dtype in which gradients of parameters of dtype `parameter` are summed over the ranks.
 
-    It is float64 for float64 (and complex128), and float32 for all other dtypes, because half-precision types lose bits
-    in each addition.
+    The result is float64 for float64 (and complex128), and float32 for all other dtypes, because half-precision types
+    lose bits in each addition.
     """
     return torch.float64 if parameter in (torch.float64, torch.complex128) else torch.float32
 
@@ -153,7 +153,7 @@ def milestones(buckets: Sequence[Bucket], *, least_elems: int) -> dict[int, Mile
 
 
 def default_order(num_parameters: int) -> list[int]:
-    """Returns the order that is assumed until one is observed: the last parameter first.
+    """Returns the order that is assumed until an order is observed: the last parameter first.
 
     Backward starts with the parameters that forward used last.
     """

@@ -79,7 +79,7 @@ class KeepsState(Protocol):
     """
 
     def end_step(self, *, applied: bool, rescale: float) -> None:
-        """Ends the step for error feedback: the values of the step count as sent only if it was applied.
+        """Ends the step for error feedback: the values of the step count as sent only if the step was applied.
 
         Not collective.
 
@@ -104,7 +104,7 @@ class KeepsState(Protocol):
 
         Returns:
             For some tensors, by name, the row ranges that this rank needs, ascending. `load_state` needs all rows of
-            the other tensors.
+            tensors that are not in the result.
         """
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
@@ -148,7 +148,8 @@ class BucketReducer(KeepsState, Protocol):
             One tensor per bucket, of shape (bucket.numel,) and dtype bucket.dtype.
 
         Raises:
-            BufferMismatch: The ranks have different plans. Raised on every rank; it names the ranks that differ.
+            BufferMismatch: The ranks have different plans. Raised on every rank; the message names the ranks that
+                differ.
         """
 
     def reduce(self, number: int) -> Iterator[bool]:
@@ -162,9 +163,9 @@ class BucketReducer(KeepsState, Protocol):
             number: Index of the bucket in the plan.
 
         Returns:
-            A generator. Each `next` works as far as it can without waiting, and yields True if it made progress, False
-            if it waits for another rank. The generator ends when the bucket holds the sum, with the same bits on every
-            rank.
+            A generator. Each `next` works as far as possible without waiting, and yields True after progress, False if
+            the reduction waits for another rank. The generator ends when the bucket holds the sum, with the same bits
+            on every rank.
         """
 
     def keep_squares(self) -> None:
@@ -198,7 +199,8 @@ class BucketReducer(KeepsState, Protocol):
             comm: Communicator of all ranks, for reducers without a faster method.
 
         Returns:
-            A generator like that of `reduce`, to be run after the last reduction has ended. It returns a `Reduced`.
+            A generator like that of `reduce`, to be run after the last reduction has ended. The generator returns a
+            `Reduced`.
         """
 
     def bytes_sent(self) -> int:
@@ -256,7 +258,7 @@ SPIN_S = 500e-6
 
 @final
 class Backoff:
-    """Waits between polls that found no progress: in sleeps, each twice as long as the one before, up to a limit."""
+    """Waits between polls that found no progress: sleeps, each twice as long as the previous sleep, up to a limit."""
 
     def __init__(
         self, *, shortest_wait_s: float = SHORTEST_WAIT_S, longest_wait_s: float = LONGEST_WAIT_S
@@ -317,9 +319,9 @@ def run_to_end(reductions: Sequence[Iterator[bool]]) -> None:
 
 
 def until(ready: Callable[[], bool]) -> Iterator[bool]:
-    """Polls `ready` until it returns True. After each failed poll it yields whether there was progress.
+    """Polls `ready` until `ready` returns True. After each failed poll, yields whether there was progress.
 
-    The first time it yields True, because the caller has made progress before the wait; from then on it yields False.
+    The first value is True, because the caller has made progress before the wait; all later values are False.
     """
     progressed = True
     while not ready():

@@ -35,7 +35,7 @@ def square_of(norms: torch.Tensor) -> float:
 def square_of_all(tensors: Iterable[torch.Tensor]) -> float:
     """Returns the sum of the squares of all elements of `tensors`, which may have any shape.
 
-    The sum is infinite or NaN if an element is.
+    The sum is infinite or NaN if an element is infinite or NaN.
 
     Needs memory for one norm per ROW_ELEMS elements, and for a copy of each tensor that is not contiguous.
     """
@@ -61,8 +61,8 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
 class GradientSquares:
     """Computes the sum of the squares of the gradients in planned buckets.
 
-    Other elements of the buckets (flags of used parameters, padding) do not count. It takes little more time than
-    reading the memory once, and is exact enough for a norm.
+    Other elements of the buckets (flags of used parameters, padding) do not count. The computation takes little more
+    time than reading the memory once, and is exact enough for a norm.
     """
 
     def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> None:
@@ -70,11 +70,35 @@ class GradientSquares:
         pairs = list(zip(buckets, buffers, strict=True))
         gradients = [buffer[: bucket.num_gradients] for bucket, buffer in pairs if bucket.slots]
         self._rows = [rows for values in gradients for rows in in_rows(values)]
+        # Of the share that was asked for last: its rows, and memory for their norms; None if their dtypes differ.
+        self._share: tuple[int, int] | None = None
+        self._rows_of_share: list[torch.Tensor] = []
+        self._norms: torch.Tensor | None = None
+        self._places: Sequence[torch.Tensor] = ()
 
     def of_share(self, share: int, *, num_shares: int) -> float:
-        """Returns the sum of squares of part `share` of the gradients; the parts add up to the sum over all."""
+        """Returns the sum of squares of one share of the gradients. The results for all shares add up to the whole."""
+        if self._share != (share, num_shares):
+            self._prepare(share, num_shares=num_shares)
+        if self._norms is not None:
+            for rows, norms in zip(self._rows_of_share, self._places, strict=True):
+                torch.linalg.vector_norm(rows, dim=1, out=norms)
+            square = square_of(self._norms)
+            if not math.isinf(square):
+                return square
+        return _square_of_rows(self._rows_of_share)
+
+    def _prepare(self, share: int, *, num_shares: int) -> None:
+        self._share = share, num_shares
         mine = [rows.tensor_split(num_shares)[share] for rows in self._rows]
-        return _square_of_rows([rows for rows in mine if rows.numel()])
+        self._rows_of_share = [rows for rows in mine if rows.numel()]
+        self._norms = None
+        kinds = {(rows.dtype, rows.device) for rows in self._rows_of_share}
+        if len(kinds) == 1:
+            [(dtype, device)] = kinds
+            sizes = [len(rows) for rows in self._rows_of_share]
+            self._norms = torch.empty(sum(sizes), dtype=dtype, device=device)
+            self._places = self._norms.split(sizes)
 
     def of_all(self) -> float:
         """Returns the sum of squares of all gradients."""

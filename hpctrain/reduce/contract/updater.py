@@ -1,7 +1,7 @@
 """`DistributedOptimizer`: the interface between a training loop and the code that updates the parameters.
 
-It covers more than an all-reduce: a sharded optimizer (reduce-scatter, update of each rank's shard, all-gather), a
-parameter server or delayed updates can implement the same Protocol without changes to the training loop.
+The interface covers more than an all-reduce: a sharded optimizer (reduce-scatter, update of each rank's shard,
+all-gather), a parameter server or delayed updates can implement the same Protocol without changes to the training loop.
 `check_optimizer` refuses the PyTorch optimizers that an updater cannot step.
 """
 
@@ -85,8 +85,7 @@ class DistributedOptimizer(Protocol):
             weight: This micro-batch's share of the global batch (samples / global samples). The sum over ranks and
                 micro-batches is then the mean over the global batch, also if the ranks have different numbers of
                 samples.
-            last: True for the last micro-batch of a step. The gradients of the other micro-batches are only
-                accumulated.
+            last: True for the last micro-batch of a step. The gradients of earlier micro-batches are only accumulated.
         """
 
     def step(
@@ -104,19 +103,20 @@ class DistributedOptimizer(Protocol):
         Args:
             sums: Numbers to sum over the ranks together with the gradients (the loss, a vote to stop). Every rank
                 passes the same keys.
-            accepts: Function of the global gradient norm and the sums. If it returns False, the step is dropped on
-                all ranks: parameters, optimizer and loss scale do not change. It must return the same on every rank.
-            divide_by: Name of a number in `sums`. Gradients and norm are divided by its sum over the ranks, for
-                losses whose weights (numbers of tokens, for example) do not add up to 1. If the sum is 0, the step
-                is dropped and the loss scale does not change.
+            accepts: Function of the global gradient norm and the sums. If `accepts` returns False, the step is dropped
+                on all ranks: parameters, optimizer and loss scale do not change. `accepts` must return the same on
+                every rank.
+            divide_by: Name of a number in `sums`. Gradients and norm are divided by the sum of this number over the
+                ranks. Use it if the weights of the losses (numbers of tokens, for example) do not add up to 1. If the
+                sum is 0, the step is dropped and the loss scale does not change.
 
         Returns:
             The outcome of the step.
 
         Raises:
-            UsageError: On all ranks. The sum for `divide_by` is negative or not finite; `divide_by` is not in
-                `sums`; or it is used with a wire format with error feedback, although the weights of each step do
-                not add up to about 1.
+            UsageError: On all ranks. The sum for `divide_by` is negative or not finite; `divide_by` is not in `sums`;
+                or `divide_by` is used with a wire format with error feedback, although the weights of each step do not
+                add up to about 1.
             DivergedError: On all ranks. Too many consecutive steps had gradients that were not finite. The updater
                 can still be used after `load_state`.
         """
@@ -152,11 +152,11 @@ class DistributedOptimizer(Protocol):
         """Returns this rank's part of the tensors that a checkpoint must hold; possibly none. Not collective."""
 
     def prepare_to_load(self, state: Mapping[str, Any]) -> None:
-        """Changes to the reduction of the saved run, if measurements chose that reduction and this run's.
+        """Changes to the reduction of the saved run, if measurements chose the reductions of both runs.
 
         Collective; call it between steps. With another algorithm, wire format or bucket size than in the saved run, the
-        sums would be rounded in another way. So those of the saved run are used, if they are available here and the
-        ranks are placed on nodes as in the saved run.
+        sums would be rounded in another way. So algorithm, wire format and bucket size of the saved run are used, if
+        they are available here and the ranks are placed on nodes as in the saved run.
 
         Args:
             state: The saved state that `load_state` will get.
@@ -170,8 +170,8 @@ class DistributedOptimizer(Protocol):
             shapes: Shapes of the whole saved tensors, by name.
 
         Returns:
-            For some tensors, by name, the row ranges that this rank needs: ascending, without overlap. `load_state`
-                needs all rows of the other tensors.
+            For some tensors, by name, the row ranges that this rank needs: ascending, without overlap. For tensors that
+                are not in the result, `load_state` needs all rows.
         """
 
     def load_state(
@@ -224,8 +224,8 @@ def check_optimizer(
 ) -> None:
     """Raises UsageError if the optimizer does not work with this layout of the model. The message says what to use.
 
-    model: the model. If ranks hold parts of layers or pipeline stages, its modules must not have sparse gradients.
-    None: its modules are not checked.
+    model: the model. If ranks hold parts of layers or pipeline stages, the modules of the model must not have sparse
+    gradients. None: the modules are not checked.
     """
     name = type(optimizer).__name__
     if takes_closure(optimizer):

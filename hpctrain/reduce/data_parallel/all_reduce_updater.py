@@ -47,7 +47,7 @@ class MeasuredChoice(Protocol):
     def can_become(self, saved: Any) -> bool:
         """Returns True if `saved` differs from this choice and is possible in this run. Not collective.
 
-        saved: the `document` of a saved choice; None if the checkpoint has none.
+        saved: the `document` of a saved choice; None if the checkpoint has no choice.
         """
 
     def become(self, saved: Mapping[str, Any]) -> tuple[BucketReducer, int]:
@@ -70,8 +70,8 @@ class AllReduceUpdater(UpdaterBase):
         optimizer: Any torch optimizer; its parameters have the same shapes, in the same order, on every rank.
         comm: Communicator of all ranks. The calling thread uses it for the small sums of a step, if the reducer cannot
             compute them.
-        reducer: Sums buckets over all ranks, on the reduction thread and, between steps, on the calling thread. It
-            needs a communicator of its own. The caller closes the reducer after the updater.
+        reducer: Sums buckets over all ranks, on the reduction thread and, between steps, on the calling thread. The
+            reducer needs a communicator of its own. The caller closes the reducer after the updater.
         bucket_bytes: Maximum size of a bucket's gradients.
         loss_scale: Loss scale; None means 1, or 1024 and dynamic with the wire format fp16.
         clip_norm: Limit of the global 2-norm of the gradients; None means no clipping.
@@ -79,7 +79,7 @@ class AllReduceUpdater(UpdaterBase):
         overlap: True to reduce on a separate thread during backward. False to reduce in `step`, on the calling thread;
             then only reductions that a thread outside Python continues (`InBackground`) start during backward.
         oversubscribed: True if there are more ranks than cores; polls for progress are then further apart.
-        model: Model that computes with the parameters. The updater checks that its parameters are not replaced.
+        model: Model that computes with the parameters. The updater checks that the model's parameters are not replaced.
         choice: The measured choice from which `reducer` and `bucket_bytes` come; None if the user asked for them. The
             choice is saved in checkpoints, and the choice of a loaded checkpoint replaces it.
 
@@ -134,9 +134,9 @@ class AllReduceUpdater(UpdaterBase):
         """Completes the sums after backward, so that each `.grad` is the mean over the ranks. Collective.
 
         Until `step` or `zero_grad` the script may read and change the gradients, in the same way on every rank. A
-        second call does nothing. Call `synchronize` before `clip_grad_norm_`, if `clip_norm` is not sufficient. A
-        GradScaler needs no call: it reads `param_groups`, which calls `synchronize`. If the sums are not finite,
-        buffers that forward has changed are restored.
+        second call does nothing. Call `synchronize` before `clip_grad_norm_`, if `clip_norm` is not sufficient. With a
+        GradScaler no call is needed: the GradScaler reads `param_groups`, which calls `synchronize`. If the sums are
+        not finite, buffers that forward has changed are restored.
         """
         if self._synchronized:
             return
@@ -220,12 +220,17 @@ class AllReduceUpdater(UpdaterBase):
         )
 
     def _update(self, factor: float, summed: StepSums) -> bool:
-        self._planned.memory.scale(factor)
-        if not self._planned.memory.copy_out():
-            return False
-        if not self._synchronized:
-            self._planned.memory.set_gradients()
-        self._optimizer.step()
+        memory = self._planned.memory
+        if memory.has_copies:
+            memory.scale(factor)
+            factor = 1.0
+            if not memory.copy_out():
+                return False
+        if self._synchronized:
+            memory.set_changed_gradients()
+        else:
+            memory.set_gradients()
+        self._optimizer_step.step(factor, scale=memory.scale)
         return True
 
     def _end_step(self, summed: StepSums, *, applied: bool, accepted: bool, rescale: float) -> None:
@@ -345,4 +350,4 @@ class AllReduceUpdater(UpdaterBase):
         """
         may_know = self._distributed and self._planned.order is None and self._comm.rank == 0
         news = may_know and bool(self._planned.filling.ready)
-        return np.array([news, *(float(sums[k]) for k in sorted(sums))], dtype=np.float64)
+        return np.array([news, *[float(sums[name]) for name in sorted(sums)]], dtype=np.float64)

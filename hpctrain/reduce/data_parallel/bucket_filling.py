@@ -22,7 +22,7 @@ from hpctrain.reduce.data_parallel.parameter_checks import ParameterChecks
 
 @final
 class BackwardClock:
-    """Context manager around the last backward of a step. It records when each bucket becomes complete.
+    """Context manager around the last backward of a step, which records when each bucket becomes complete.
 
     Predictions of the scaling to more nodes use these times.
     """
@@ -47,15 +47,15 @@ class BackwardClock:
     def times(self, buckets: Sequence[Bucket], *, update_s: float) -> BackwardTimes | None:
         """Returns the times of the step.
 
-        Returns None if backward ran outside of this context manager, or if a bucket was incomplete when it ended.
+        Returns None if backward ran outside of this context manager, or if a bucket was incomplete when backward ended.
         """
         if not self._began < self._ended or not self._filled or self._filled[-1] > self._ended:
             return None
         return BackwardTimes(
             backward_s=self._ended - self._began,
             update_s=update_s,
-            ready_s=tuple(filled - self._began for filled in self._filled),
-            bucket_bytes=tuple(bucket.numel * bucket.dtype.itemsize for bucket in buckets),
+            ready_s=tuple([filled - self._began for filled in self._filled]),
+            bucket_bytes=tuple([bucket.numel * bucket.dtype.itemsize for bucket in buckets]),
         )
 
 
@@ -70,7 +70,7 @@ _MIN_ANNOUNCED_ELEMS = 1 << 15
 class BucketFilling:
     """Fills the buckets of `memory` with the gradients of one step at a time.
 
-    checks: checks of the parameters, which explain an error in writing a gradient.
+    checks: checks of the parameters. If a gradient cannot be written, these checks explain the error.
     reducer: reducer that sums the buckets.
     announces: True to tell the reducer when a part of a bucket is filled (`BucketReducer.filled`).
     submit: function that is called with the index of each complete bucket.
@@ -118,7 +118,12 @@ class BucketFilling:
 
         Its bucket has it already, or the script has dropped the gradient that became ready before it.
         """
-        return self._placed[index] or (bool(self.ready) and not self._memory.is_pending(self.ready[-1]))
+        if self._placed[index]:
+            return True
+        if not self.ready:
+            return False
+        parameter, placeholder = self._memory.pending[self.ready[-1]]
+        return parameter.grad is not placeholder
 
     def gradient_is_ready(self, index: int, *, factor: float) -> None:
         """Writes a parameter's gradient, times `factor`, into its bucket, and submits the buckets that are complete.
@@ -146,7 +151,8 @@ class BucketFilling:
         """Writes zeros for all parameters whose gradient is not in its bucket yet."""
         for index, placed in enumerate(self._placed):
             if not placed:
-                self._count(index, bucket=self._memory.put_zeros(index))
+                self._placed[index] = True
+                self._waiting_for[self._memory.put_zeros(index)] -= 1
 
     def send_complete(self) -> None:
         """Submits full buckets in the order of the plan, which is the same on every rank, so that reductions match."""
@@ -165,9 +171,6 @@ class BucketFilling:
         except RuntimeError:
             self._checks.check_kinds()
             raise
-        return self._count(index, bucket=bucket)
-
-    def _count(self, index: int, *, bucket: int) -> int:
         self._placed[index] = True  # only now: if memory was short in `put`, `step` writes it again
         self._waiting_for[bucket] -= 1
         return self._waiting_for[bucket]

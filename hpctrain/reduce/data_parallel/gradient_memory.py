@@ -1,7 +1,7 @@
 """Gradients in bucket memory: the gradients of a step are summed in the buckets, where the optimizer reads the sums.
 
-From backward until the sums are complete, `.grad` is a placeholder, and every use of it is an error
-(`PendingGradient`).
+From backward until the sums are complete, `.grad` is a placeholder (`PendingGradient`), and every use of the
+placeholder is an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NO_NUMPY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist"
 
 @final
 class PendingGradient(torch.Tensor):
-    """Placeholder for `.grad` while a gradient is being summed: a tensor without memory. Every use of it is an error.
+    """Placeholder for `.grad` while a gradient is being summed: a tensor without memory. Every use is an error.
 
     So nothing can change a gradient whose sum has started, or read a half-summed gradient: neither a numpy view, nor
     operations that do not increase the tensor's version counter (GradScaler, fused optimizers, `.data`). PyTorch passes
@@ -108,8 +108,8 @@ class PendingGradient(torch.Tensor):
     def add_to_held(self, gradient: torch.Tensor, *, in_place: bool) -> torch.Tensor:
         """Adds a gradient to `held`, as backward adds it to `.grad`. Returns the new `.grad`.
 
-        If the addition is in place, the new `.grad` is this placeholder. Otherwise it is the sum, and `held` is then
-        None.
+        If the addition is in place, the new `.grad` is this placeholder. Otherwise the new `.grad` is the sum, and
+        `held` is then None.
         """
         assert self.held is not None
         if in_place:
@@ -125,7 +125,7 @@ class PendingGradient(torch.Tensor):
 def ran_twice() -> BackwardRanTwice:
     """Returns the error for a second gradient of a parameter in one step.
 
-    Its message differs within reentrant activation checkpointing.
+    The message differs within reentrant activation checkpointing.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -189,7 +189,10 @@ class _Place:
 
 @final
 class GradientMemory:
-    """The buckets of one plan, and each parameter's place in them. Does not communicate."""
+    """The buckets of one plan, and each parameter's place in them. Does not communicate.
+
+    pending: each parameter with the placeholder that its `.grad` is from `put` until the sum is complete.
+    """
 
     def __init__(
         self,
@@ -207,9 +210,8 @@ class GradientMemory:
                 found[slot.parameter] = _place(parameters[slot.parameter], number, slot, buffer)
         self._places = [found[index] for index in range(len(parameters))]
         self._copied = [index for index, place in enumerate(self._places) if place.gradient is None]
-        # What `.grad` is from `put` until the sum is complete; and whether there was a gradient.
-        self._pending = [PendingGradient(parameter) for parameter in parameters]
-        self._had = [False] * len(parameters)
+        self.pending = [(parameter, PendingGradient(parameter)) for parameter in parameters]
+        self._had = [False] * len(parameters)  # whether there was a gradient
         # For parameters whose dtype is not the bucket's: their own gradient, which is memory for the sum.
         self._own: dict[int, torch.Tensor] = {}
         pairs = list(zip(self.buckets, self.buffers, strict=True))
@@ -217,7 +219,9 @@ class GradientMemory:
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         flags = [buffer[bucket.first_flag :] for bucket, buffer in pairs]
         # In host memory as arrays of numpy, with which an operation on a few numbers takes a tenth of the time.
-        self._flags = [of_bucket.numpy() if of_bucket.device.type == "cpu" else of_bucket for of_bucket in flags]
+        self._flags = [
+            of_bucket.numpy() if of_bucket.device.type == "cpu" else of_bucket for of_bucket in flags
+        ]
         self._gaps = [buffer[bucket.num_gradients : bucket.first_flag] for bucket, buffer in pairs]
         viewed = [place for place in self._places if place.gradient is not None]
         self._usual_references = max((_references(place) for place in viewed), default=0)
@@ -246,7 +250,7 @@ class GradientMemory:
             place.slot.copy_(dense).mul_(factor)
         if place.gradient is None:
             self._own[index] = gradient
-        parameter.grad = self._pending[index]
+        parameter.grad = self.pending[index][1]
         self._had[index] = True
         return place.bucket
 
@@ -256,13 +260,9 @@ class GradientMemory:
         place.slot.zero_()
         return place.bucket
 
-    def is_pending(self, index: int) -> bool:
-        """Returns True if the parameter's `.grad` is still the placeholder that `put` has set."""
-        return self._parameters[index].grad is self._pending[index]
-
     def any_is_pending(self) -> bool:
         """Returns True if any parameter's `.grad` is still the placeholder that `put` has set."""
-        return any(p.grad is pending for p, pending in zip(self._parameters, self._pending, strict=True))
+        return any(parameter.grad is pending for parameter, pending in self.pending)
 
     def any_is_given(self) -> bool:
         """Returns True if any parameter's `.grad` is the sum that `set_gradients` has set."""
@@ -282,7 +282,7 @@ class GradientMemory:
 
     def check_untouched(self) -> None:
         """Raises GradientsInUse if the script replaced a `.grad` after `put`: the new value would not be summed."""
-        for parameter, pending, had in zip(self._parameters, self._pending, self._had, strict=True):
+        for (parameter, pending), had in zip(self.pending, self._had, strict=True):
             if parameter.grad is not (pending if had else None):
                 raise GradientsInUse(NOT_READABLE)
 
@@ -305,6 +305,11 @@ class GradientMemory:
         """Multiplies all gradients by `factor`, in place."""
         if factor != 1.0 and self._gradients:
             torch._foreach_mul_(self._gradients, factor)
+
+    @property
+    def has_copies(self) -> bool:
+        """True if the dtype of a parameter is not that of its bucket, so that `copy_out` copies its sum."""
+        return bool(self._copied)
 
     def copy_out(self) -> bool:
         """Copies the sum of each parameter whose dtype is not its bucket's into a tensor of the parameter's dtype.
@@ -333,7 +338,20 @@ class GradientMemory:
             for flags in self._flags:
                 summed += flags.tolist()
         for slot, flag in zip(self._slots, summed, strict=True):
-            self._parameters[slot.parameter].grad = None if flag == 0 else self._sum_of(slot.parameter)
+            index = slot.parameter
+            gradient = self._places[index].gradient if flag else None
+            self._parameters[index].grad = (
+                gradient if gradient is not None or not flag else self._own.get(index)
+            )
+
+    def set_changed_gradients(self) -> None:
+        """Sets each `.grad` that is not None to the memory into which `take_changes` has copied it.
+
+        Call it after `copy_out`.
+        """
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                parameter.grad = self._sum_of(index)
 
     def _sum_of(self, index: int) -> torch.Tensor | None:
         place = self._places[index]
@@ -342,7 +360,7 @@ class GradientMemory:
     def forget(self, *, applied: bool = True) -> None:
         """Ends the step: the buckets may be written again. Call it after every `.grad` was dropped.
 
-        If a gradient is still referenced elsewhere (an optimizer may compare it with the next gradient), it gets memory
+        A gradient that is still referenced elsewhere (an optimizer may compare it with the next gradient) gets memory
         outside of the bucket. References to views of the gradient are not detected.
 
         applied: True if the step was applied.
@@ -354,14 +372,14 @@ class GradientMemory:
             for gap in self._gaps:
                 gap.zero_()
         for place in self._places:
-            if place.gradient is not None and _references(place) > self._usual_references:
+            if place.gradient is not None and sys.getrefcount(place.gradient) > self._usual_references:
                 fresh = place.gradient.data
                 place.gradient.data = place.gradient.clone()
                 place.gradient = fresh
 
     def release(self) -> None:
         """Gives each parameter a copy of its gradient in the bucket, so that the bucket's memory can be freed."""
-        for parameter, place, pending in zip(self._parameters, self._places, self._pending, strict=True):
+        for (parameter, pending), place in zip(self.pending, self._places, strict=True):
             given = place.gradient is not None and parameter.grad is place.gradient
             if given or parameter.grad is pending:
                 gradient = torch.empty_like(parameter.detach())

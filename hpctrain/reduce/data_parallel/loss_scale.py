@@ -1,8 +1,8 @@
 """Loss scale: the factor by which the loss is multiplied before backward. Pure functions of values.
 
-Small gradients underflow in float16, and large ones overflow. The factor keeps them in range: it is halved after a
-step that overflowed, and doubled after a number of good steps (Micikevicius et al. 2018, arXiv:1710.03740). All
-factors are powers of two, so scaling and unscaling lose no bits of a float32 gradient.
+Small gradients underflow in float16, and large gradients overflow. The factor keeps gradients in range: the factor is
+halved after a step that overflowed, and doubled after a number of good steps (Micikevicius et al. 2018,
+arXiv:1710.03740). All factors are powers of two, so scaling and unscaling lose no bits of a float32 gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LossScale:
 
     @classmethod
     def for_wire(cls, wire: str, *, max_skipped_in_row: int = 20) -> LossScale:
-        """Returns the loss scale for a wire format: dynamic if the format needs one, such as fp16, otherwise 1."""
+        """Returns the loss scale for a wire format: dynamic if the format (such as fp16) needs scaling, otherwise 1."""
         found = find_wire(wire)
         if found is None or found.loss_scale is None:
             return cls(max_skipped_in_row=max_skipped_in_row)
@@ -92,7 +92,8 @@ class LossScale:
 
         Args:
             saved: The saved loss scale, as a dict of its fields. Its `value` and `good_steps` are used only if both
-                loss scales are dynamic. `dynamic`, `growth_steps` and `max_skipped_in_row` are those of this object.
+                loss scales are dynamic. The result has `dynamic`, `growth_steps` and `max_skipped_in_row` of this
+                object.
         """
         now = self
         if self.dynamic and saved["dynamic"]:
@@ -103,7 +104,7 @@ class LossScale:
         """Raises an error if too many consecutive steps were skipped.
 
         Args:
-            used_value: Loss scale that was used in the last of these steps, for the message.
+            used_value: Loss scale that was used in the last step, for the message.
 
         Raises:
             DivergedError: On all ranks. More than `max_skipped_in_row` consecutive steps were skipped.

@@ -27,7 +27,7 @@ class GradientKind(NamedTuple):
 
 
 def trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Returns the optimizer's parameters that need a gradient, in its order."""
+    """Returns the optimizer's parameters that need a gradient, in the order of the optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
@@ -56,8 +56,8 @@ class ParameterChecks:
 
     optimizer: the optimizer whose parameter groups are checked.
     parameters: the parameters that need a gradient.
-    model: the model that computes with the parameters, if it is known. Parameters that are not in the model are only
-    looked for in the optimizer.
+    model: the model that computes with the parameters, if known. Parameters that are not in the model are only looked
+    for in the optimizer.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ParameterChecks:
     ) -> None:
         self._optimizer = optimizer
         self._parameters = list(parameters)
+        self._ids = list(map(id, parameters))
         self._kinds = [GradientKind.of(parameter) for parameter in parameters]
         self._model = model
         trained = set(map(id, parameters))
@@ -83,13 +84,11 @@ class ParameterChecks:
     def check(self) -> None:
         """Raises UsageError if parameters have changed since the updater was created.
 
-        This is so if the optimizer has other trainable parameters, if a parameter of the model was replaced by another
-        tensor, or if a parameter has another shape, dtype or device.
+        Parameters have changed if the optimizer has other trainable parameters, if a parameter of the model was
+        replaced by another tensor, or if a parameter has another shape, dtype or device.
         """
         now = trainable(self._optimizer)
-        if len(now) != len(self._parameters) or any(
-            a is not b for a, b in zip(now, self._parameters, strict=True)
-        ):
+        if list(map(id, now)) != self._ids:
             raise UsageError(
                 f"the optimizer has {len(now)} trainable parameters now, {len(self._parameters)} when the updater was "
                 "made: new ones would not be reduced and the ranks would drift apart. Close this updater and make "

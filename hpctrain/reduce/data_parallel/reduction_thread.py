@@ -56,9 +56,9 @@ class ReductionPipeline:
         max_in_flight: Maximum number of reductions in flight.
         overlap: True to reduce on a separate thread, from `submit` on; False to reduce in `wait`, on the calling
             thread.
-        in_background: Function of the index of a bucket. It returns True, on every rank, if a thread outside Python
-            continues the bucket's reduction: up to 15 such reductions start in `submit` even without `overlap`. None:
-            there are no such reductions.
+        in_background: Function of the index of a bucket. The function returns True, on every rank, if a thread outside
+            Python continues the bucket's reduction: up to 15 such reductions start in `submit` even without `overlap`.
+            None: there are no such reductions.
         shortest_wait_s, longest_wait_s: First and longest sleep, in seconds.
 
     Attributes:
@@ -101,7 +101,7 @@ class ReductionPipeline:
             self._thread.start()
 
     def submit(self, number: int) -> None:
-        """Schedules the reduction of bucket `number`. It has ended when `wait` returns."""
+        """Schedules the reduction of bucket `number`. The reduction has ended when `wait` returns."""
         item = _Submitted(number, filled=self._mark())
         with self._condition:
             self._pending += 1
@@ -112,7 +112,10 @@ class ReductionPipeline:
             self._condition.notify_all()
 
     def wait(self) -> TimeInFlight:
-        """Waits until all submitted reductions have ended. Returns the seconds during which any was in flight."""
+        """Waits until all submitted reductions have ended.
+
+        Returns the seconds during which at least one reduction was in flight.
+        """
         waits_since = time.perf_counter()
         if self._thread is None and self._has_work():
             self._awaited = True
@@ -133,8 +136,8 @@ class ReductionPipeline:
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Waits until `done()` returns True, while reductions continue. Only with `overlap`.
 
-        `done()` is called again whenever a reduction ends, so it must be the end of a reduction that makes it True.
-        Raises the exception of a reduction that has failed.
+        `done()` is called again only when a reduction ends, so the end of a reduction must be what makes `done()`
+        return True. Raises the exception of a reduction that has failed.
         """
         with self._condition:
             self._awaited = True
@@ -145,7 +148,7 @@ class ReductionPipeline:
         self.check()
 
     def check(self) -> None:
-        """Raises the exception of a reduction that has failed, if there is one. Does not wait."""
+        """Raises the exception of a reduction that has failed, if any. Does not wait."""
         with self._condition:
             error = self._error
         if error is not None:

@@ -1,4 +1,4 @@
-"""The updater for optimizers that accept only sparse gradients: it gathers the indices and values of all ranks."""
+"""The updater for optimizers that accept only sparse gradients. Gathers the indices and values of all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hpctrain.reduce.data_parallel.updater_base import StepSums, UpdaterBase
 class SparseUpdater(UpdaterBase):
     """`DistributedOptimizer` whose `step` sums sparse gradients (COO) over the ranks.
 
-    Each rank gets the entries of all ranks in rank order, and adds up those with the same index. Nothing is sent
+    Each rank gets the entries of all ranks in rank order, and adds up entries with the same index. Nothing is sent
     before `step`. A plain `loss.backward()` has weight 1/num_ranks. Between backward and `step`, `.grad` cannot be
     used, as for `AllReduceUpdater`. The constructor is not collective.
 

@@ -23,6 +23,7 @@ from hpctrain.reduce.data_parallel.bucket_filling import BackwardClock
 from hpctrain.reduce.data_parallel.fused_kernels import keep_layouts
 from hpctrain.reduce.data_parallel.gradient_memory import asks_for_gradients, refuse_grad_scaler
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
+from hpctrain.reduce.data_parallel.one_pass import OptimizerStep
 from hpctrain.reduce.data_parallel.parameter_checks import check_open, trainable
 from hpctrain.reduce.watch.step_watch import Watched, watched
 
@@ -34,7 +35,7 @@ class StepSums:
     norm_square: sum of the squares of all summed gradients, which include the factor `scale`; negative or not finite
     if a gradient is not finite.
     totals: sums over the ranks of the numbers that the caller passed to `step`.
-    scale: factor by which the summed gradients are larger than the true ones, such as the loss scale.
+    scale: factor by which the summed gradients are larger than the true gradients, such as the loss scale.
     order_is_new: True if rank 0 has just learned in which order gradients become ready.
     not_applicable: error message with which an accepted step fails; "" if the step can be applied.
     update_from: time at which the update began, in seconds of `time.perf_counter`; used if `update_s` is None.
@@ -57,11 +58,12 @@ class StepSums:
 class UpdaterBase(Watched, ABC):
     """Base class of the updaters. A subclass defines how gradients are summed and how parameters are updated.
 
-    The constructor of a subclass calls `_begin_step` once the attributes that its `_begin_step` uses are set.
+    The constructor is collective. The constructor of a subclass calls `_begin_step` once the attributes that its
+    `_begin_step` uses are set.
 
-    reducer: object that keeps tensors for a checkpoint, such as residuals of error feedback; None if there is none.
-    wire: wire format of the gradients, since `divide_by` cannot be used with some; None if all values are sent
-    unchanged.
+    reducer: object that keeps tensors for a checkpoint, such as residuals of error feedback; None if nothing is kept.
+    wire: wire format of the gradients, since `divide_by` cannot be used with some wire formats; None if all values are
+    sent unchanged.
     """
 
     # Whether `synchronize` puts the sums of all gradients into `.grad`, as a GradScaler needs.
@@ -88,12 +90,13 @@ class UpdaterBase(Watched, ABC):
         self._syncing = True
         self._closed = False
         self._hooks: list[RemovableHandle] = keep_layouts(optimizer)
+        self._optimizer_step = OptimizerStep(optimizer, comm=comm, own_hooks=self._hooks)
 
     # ------------------------------------------------------------------ interface of the training loop
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer. Its state is saved in checkpoints; learning rate schedulers need it too."""
+        """The wrapped optimizer. Checkpoints save the state of this optimizer; learning rate schedulers need it too."""
         return self._optimizer
 
     @property
@@ -104,8 +107,8 @@ class UpdaterBase(Watched, ABC):
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's `param_groups`, for scripts that set the learning rate there.
 
-        If a GradScaler reads them, `synchronize` is called first, so that the GradScaler finds summed gradients. Raises
-        UsageError for a GradScaler if each rank has only a part of the sums.
+        If a GradScaler reads `param_groups`, `synchronize` is called first, so that the GradScaler finds summed
+        gradients. Raises UsageError for a GradScaler if each rank has only a part of the sums.
         """
         caller = sys._getframe(1)
         if not self._gives_sums:
@@ -136,9 +139,9 @@ class UpdaterBase(Watched, ABC):
             self._syncing = before
 
     def zero_grad(self) -> None:
-        """See `DistributedOptimizer.zero_grad`. It has the signature of the optimizer's own method.
+        """See `DistributedOptimizer.zero_grad`. The signature is that of the optimizer's own method.
 
-        Between backward and `step` it is collective, since it waits for the sums that have started.
+        Collective between backward and `step`, since the call then waits for the sums that have started.
         """
         self._drop_gradients()
         if self._has_begun:
@@ -208,7 +211,7 @@ class UpdaterBase(Watched, ABC):
         return {"loss_scale": asdict(self._scale), "order": None}
 
     def state_tensors(self) -> list[StateTensor]:
-        """See `DistributedOptimizer.state_tensors`: the residuals of error feedback, if there are any."""
+        """See `DistributedOptimizer.state_tensors`: the residuals of error feedback, if any."""
         return self._state_keeper.state() if self._state_keeper is not None else []
 
     def prepare_to_load(self, state: Mapping[str, Any]) -> None:
@@ -223,7 +226,7 @@ class UpdaterBase(Watched, ABC):
         tensors: Mapping[str, torch.Tensor] | None = None,
         shapes: Shapes | None = None,
     ) -> None:
-        """See `DistributedOptimizer.load_state`. Raises UsageError if it is called between `backward` and `step`.
+        """See `DistributedOptimizer.load_state`. Raises UsageError between `backward` and `step`.
 
         tensors: saved tensors, with the shapes and dtypes that `state_tensors` had in the saved run. Tensors of another
         kind of updater or wire format are ignored.
@@ -314,8 +317,12 @@ class UpdaterBase(Watched, ABC):
 
     def _abandon_dropped(self) -> None:
         """Abandons a step whose gradients the script has dropped, by `zero_grad` of the model or the optimizer."""
-        if self._has_begun and all(p.grad is None for p in self._parameters):
-            self._abandon()
+        if not self._has_begun:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                return
+        self._abandon()
 
     def _abandon(self) -> None:
         """Ends a step that is not applied because the script has dropped its gradients. May be collective."""

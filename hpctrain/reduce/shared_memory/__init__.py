@@ -1,1 +1,1 @@
-"""Sums of buckets: within a node in memory that its ranks share, between nodes by messages, chunk by chunk."""
+"""Sums of buckets, chunk by chunk: within a node in memory that the node's ranks share, between nodes by messages."""

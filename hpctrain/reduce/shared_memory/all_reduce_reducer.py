@@ -1,11 +1,11 @@
 """Two-level sums in shared memory and messages, chunk by chunk, with several chunks in flight.
 
-Buckets are in memory that the ranks of a node share. With one node they are summed there. With several nodes, each
-chunk of a bucket is divided into one part per carrier; a carrier is a rank that has a counterpart with the same local
-rank on every other node. The carrier sums its part over the buckets of its node's ranks, exchanges the sum with its
-counterparts (`inter_node.py`), and decodes the result directly into every bucket of its node. Each element leaves a
-node once, and the carriers share that work; within the node nothing is copied. With one rank per node this is a flat
-sum.
+Buckets are in memory that the ranks of a node share. With one node, buckets are summed in this memory. With several
+nodes, each chunk of a bucket is divided into one part per carrier; a carrier is a rank that has a counterpart with the
+same local rank on every other node. The carrier sums its part over the buckets of its node's ranks, exchanges the sum
+with its counterparts (`inter_node.py`), and decodes the result directly into every bucket of its node. Each element
+leaves a node once, and the carriers share that work; within the node nothing is copied. With one rank per node this is
+a flat sum.
 
 Source of the two levels: Jia et al. 2018, arXiv:1807.11205.
 """
@@ -58,7 +58,7 @@ _COUNTER_BYTES = 64  # a cache line
 
 
 class SumStatus(Enum):
-    """Result of one turn of a sum: it waits for other ranks, has made progress, or is complete."""
+    """Result of one turn of a sum: the sum waits for other ranks, has made progress, or is complete."""
 
     WAITS = 0
     PROGRESSED = 1
@@ -97,8 +97,8 @@ class NodeSum:
     number: index of the bucket in `memory`.
     tally: zeroed memory shared by the node's ranks, uint8, shape (tally_bytes(numel),).
     local: local rank of this rank.
-    num_gradients: number of elements that count in the norm; they come first in the bucket.
-    compiled: compiled functions; None unless all of the node's ranks have them.
+    num_gradients: number of elements that count in the norm. These elements come first in the bucket.
+    compiled: compiled functions; None unless all of the node's ranks have compiled functions.
     """
 
     def __init__(
@@ -130,7 +130,10 @@ class NodeSum:
         self._compiled = compiled
 
     def fill(self, num_elems: int) -> None:
-        """Announces that this rank has written its first `num_elems` elements. Any rank may then overwrite them."""
+        """Announces that this rank has written the first `num_elems` elements of its bucket.
+
+        Any rank may then overwrite these elements.
+        """
         whole = num_elems >= len(self._parts[0])
         filled = self._before + (self._num_pieces if whole else num_elems // PIECE_ELEMS)
         if filled > self._filled:
@@ -346,8 +349,8 @@ class AllReduceReducer(TransportReducer):
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
         """See `BucketReducer.finish`.
 
-        With one node, the reductions also compute the sums of squares. If no reduction of the step has begun, they also
-        sum the numbers.
+        With one node, the reductions also compute the sums of squares. If no reduction of the step has begun yet, the
+        reductions also sum the numbers.
         """
         if not self._squares or self._place.num_nodes > 1:
             return all_reduced(self._all_squares, numbers, comm=comm)

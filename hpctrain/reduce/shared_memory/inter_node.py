@@ -1,18 +1,18 @@
 """Sums one part of a chunk between nodes. The two algorithms are generators, and send the same number of bytes.
 
-Each node has one carrier of the part, the rank that exchanges it with the other nodes. The part is cut into slices;
-each carrier owns one slice, and computes the sum of this slice.
+Each node has one carrier of the part: the rank that exchanges the part with the other nodes. The part is cut into
+slices; each carrier owns one slice, and computes the sum of this slice.
 
-direct: every carrier encodes its values of each slice once, and sends them to the slice's owner. The owner adds them up
-in node order (float32 or float64), encodes the sum once, and sends it to all carriers. There are two roundings and two
-phases, whatever the number of nodes. Source: Thakur et al. 2005, section 4.5, with the pairwise schedule: in round k
-rank i sends to i + k and receives from i - k, so that each node's link is used once per round.
+direct: every carrier encodes its values of each slice once, and sends them to the slice's owner. The owner adds up the
+values in node order (float32 or float64), encodes the sum once, and sends the sum to all carriers. There are two
+roundings and two phases, whatever the number of nodes. Source: Thakur et al. 2005, section 4.5, with the pairwise
+schedule: in round k rank i sends to i + k and receives from i - k, so that each node's link is used once per round.
 
 ring: each slice passes all carriers, and each carrier adds its own values (Patarasuk and Yuan 2009,
-doi:10.1016/j.jpdc.2008.09.002). A carrier sends only to the next one, but with C nodes there are C - 1 roundings and
-2 (C - 1) phases.
+doi:10.1016/j.jpdc.2008.09.002). A carrier sends only to the next carrier, but with C nodes there are C - 1 roundings
+and 2 (C - 1) phases.
 
-With both, every node sends 2 (C - 1) / C of the part's encoded bytes.
+With both algorithms, every node sends 2 (C - 1) / C of the part's encoded bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Feedback(Protocol):
     """Encodes one part, with or without error feedback. See `hpctrain.reduce.codecs`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
-        """Encodes `values`, which belong to another carrier's slice, into `out`. May change `values`.
+        """Encodes `values`, which belong to the slice of another node's rank, into `out`. May change `values`.
 
         first: offset of the values in the part.
         """
@@ -47,10 +47,10 @@ class Feedback(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One carrier's part of one chunk.
+    """The part of one chunk of a bucket that one carrier (the rank that exchanges the part with other nodes) sums.
 
-    values: shape (n,). At the start they are this node's sum; at the end, this rank's slice holds the sum over the
-    nodes.
+    values: shape (n,). At the start, the values are this node's sum; at the end, this rank's slice holds the sum over
+    the nodes.
     offsets: offset of each carrier's slice, and the end of the last slice.
     peers: world ranks of the carriers, in node order.
     mine: index of this rank in `peers`.
@@ -86,7 +86,7 @@ class Wire:
     send: Callable[..., Pending]
 
     def until(self, pending: Sequence[Pending]) -> Iterator[bool]:
-        """Waits for messages; see `bucket_reducer.until` for what it yields."""
+        """Waits for messages. Yields the same values as `bucket_reducer.until`."""
         progressed = True
         while not self.transport.all_done(pending):
             yield progressed
@@ -169,7 +169,7 @@ def add_slices_in_order(
 
 
 def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over its peers by the algorithm `ring`, in which each rank sends only to the next one.
+    """Sums `part` over its peers by the algorithm `ring`, in which each rank sends only to the next rank.
 
     Arguments as for `direct`.
     """
@@ -245,7 +245,7 @@ class ChunkMemory:
 
 @final
 class Loan:
-    """Buffers that one chunk has taken from the pool. `end` returns them."""
+    """Buffers that one chunk has taken from the pool. `end` returns the buffers to the pool."""
 
     def __init__(self, memory: ChunkMemory) -> None:
         self._memory = memory
@@ -332,8 +332,8 @@ class InterNodeResiduals:
     def rows_to_load(self, shapes: Shapes, *, rank: int, num_ranks: int) -> dict[str, list[range]]:
         """See `BucketReducer.rows_to_load`.
 
-        If the saved run had the same number of nodes, these are the row of this rank's node and the row of the sums.
-        Otherwise they are an equal share of all rows.
+        If the saved run had the same number of nodes, the result is the row of this rank's node and the row of the
+        sums. Otherwise the result is an equal share of all rows.
         """
         name = _saved_name(shapes)
         if name is None or len(shapes[name]) != 2:
@@ -346,7 +346,7 @@ class InterNodeResiduals:
     def load_state(
         self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None, *, comm: Collective
     ) -> None:
-        """Restores the errors from a checkpoint; does nothing if the checkpoint has none. Collective over `comm`.
+        """Restores the errors from a checkpoint, if the checkpoint contains errors. Collective over `comm`.
 
         If the saved run had the same number of nodes, each node restores its own errors. Otherwise the saved errors are
         added up, and each sum is given to the rank that owns the elements. Raises CheckpointError on every rank if the
@@ -386,7 +386,7 @@ class InterNodeResiduals:
         return total
 
     def take_over(self, total: torch.Tensor) -> None:
-        """Sets the errors of the elements that this rank owns to those in `total`, and its other errors to 0.
+        """Sets the errors of the elements that this rank owns to the values in `total`, and its other errors to 0.
 
         total: sum of the errors of all ranks, shape (num_elems,).
         """

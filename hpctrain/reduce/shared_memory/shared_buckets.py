@@ -3,7 +3,7 @@
 A bucket is split into chunks, so that sums within the node, encoding and network transfers can work on different chunks
 at the same time. Each chunk is split into one part per carrier. A carrier is a rank of a node that has a counterpart
 with the same local rank on every other node. Each carrier's part is split into one slice per node. The slice of a node
-is owned by the carrier on that node: it computes the final sum of the slice.
+is owned by the carrier on that node: the owner computes the final sum of the slice.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ def chunks_of(numel: int, *, chunk_elems: int) -> list[ElemRange]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoLevelPlace:
     """One rank's position in two-level sums.
+
+    A carrier is a rank that has a counterpart with the same local rank on every other node. Carriers exchange data
+    between nodes.
 
     locals: world ranks of this node, in order.
     local: index of this rank in `locals`.
@@ -139,7 +142,7 @@ class Flag:
     """A flag that each rank of a node has.
 
     place: index of the flag among a rank's flags.
-    value: value that a raised flag has at least.
+    value: the flag counts as raised when it has at least this value.
     """
 
     place: int
@@ -153,8 +156,8 @@ def _aligned(num_bytes: int) -> int:
 def capacity_of(num_bytes: int) -> int:
     """Returns how many bytes a rank allocates for buckets and flags of `num_bytes`, if its node has several ranks.
 
-    It is more than `num_bytes`, so that the same gradients can be divided into other buckets, with more flags and gaps.
-    It is aligned, because MPI places the ranks' segments contiguously.
+    The result is more than `num_bytes`, so that the same gradients can be divided into other buckets, with more flags
+    and gaps. The result is aligned, because MPI places the ranks' segments contiguously.
     """
     return _aligned(num_bytes + num_bytes // 16 + _SPARE_BYTES)
 
@@ -163,10 +166,10 @@ def capacity_of(num_bytes: int) -> int:
 class NodeMemory:
     """Shared memory of a node.
 
-    It holds, for each rank, the bytes of all buckets, two flags per bucket, and a few numbers. A rank raises only its
-    own flags. Their values only grow: a flag is set to the number of the reduction, or to a count over all reductions.
-    So flags never need to be reset; their 64 bits do not overflow. A rank that is alone on its node uses private
-    memory.
+    The memory holds, for each rank, the bytes of all buckets, two flags per bucket, and a few numbers. A rank raises
+    only its own flags. The values of flags only grow: a flag is set to the number of the reduction, or to a count over
+    all reductions. So flags never need to be reset; their 64 bits do not overflow. A rank that is alone on its node
+    uses private memory.
     """
 
     def __init__(self, transport: Transport, *, place: TwoLevelPlace) -> None:
@@ -183,7 +186,7 @@ class NodeMemory:
         self._round_of_numbers = 0
 
     def lay_out(self, sizes: Sequence[int]) -> bool:
-        """Allocates zeroed memory for buckets of these sizes in bytes. It replaces the previous buckets.
+        """Allocates zeroed memory for buckets of these sizes in bytes, in place of the previous buckets.
 
         The sizes are the same on every rank. Collective over the node. Returns True if existing memory was reused: then
         a barrier must follow before any rank uses the memory, since other ranks may not have reset their flags yet.
@@ -214,7 +217,7 @@ class NodeMemory:
         return [memory[begin : begin + self._sizes[number]] for memory in self._memory]
 
     def begin_round(self, number: int) -> tuple[Flag, Flag]:
-        """Starts the next reduction of bucket `number`. Returns the flags that a rank raises in it.
+        """Starts the next reduction of bucket `number`. Returns the flags that a rank raises in this reduction.
 
         A rank raises the first flag when its bucket is filled, and the second when it has summed its part.
         """
@@ -273,7 +276,10 @@ class NodeMemory:
         self._transport.fence()
 
     def raised(self, flag: Flag, *, by: Iterable[int]) -> bool:
-        """Returns True if all local ranks in `by` have raised the flag. What they wrote before can then be read."""
+        """Returns True if all local ranks in `by` have raised the flag.
+
+        Data that these ranks wrote before they raised the flag can then be read.
+        """
         if self._alone:
             return True
         if any(self._flags[local][flag.place] < flag.value for local in by):

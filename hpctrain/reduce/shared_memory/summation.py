@@ -26,7 +26,7 @@ PIECE_ELEMS = 65536
 def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float:
     """The numpy version of `add`.
 
-    It adds in the same order; only the last bits of the sum of squares may differ.
+    The order of the additions is the same; only the last bits of the sum of squares may differ.
     """
     square = 0.0
     with np.errstate(all="ignore"):  # the sum of squares shows values that are not finite
@@ -49,7 +49,7 @@ class Compiled:
     """Functions of the compiled extension `_add.c`.
 
     add: see the function `add`.
-    fill: sets a rank's flag of a bucket to the number of pieces that it has filled.
+    fill: sets a rank's flag of a bucket to the number of pieces that the rank has filled.
     take: claims and sums the pieces of a bucket that all ranks have filled; see `NodeSum`.
 
     `fill` and `take` have no numpy version.
@@ -78,8 +78,8 @@ _add: Add = COMPILED.add if COMPILED is not None else add_in_numpy
 def add(parts: Sequence[Array], *, into: Sequence[Array], num_squared: int = 0, factor: float = 1.0) -> float:
     """Adds up `parts` in order, multiplies by `factor`, and writes the result into each array of `into`.
 
-    Returns the sum of squares of the first `num_squared` elements of the result, in float64; it is not finite if one
-    of these elements is not finite.
+    Returns the sum of squares of the first `num_squared` elements of the result, in float64. This sum is not finite if
+    one of these elements is not finite.
 
     parts: at least one contiguous array of shape (n,); all float32 or all float64.
     into: arrays of the same shape and dtype, which may be among `parts`.

@@ -101,10 +101,10 @@ class TwoLevelSum:
     """Reduce-scatter in two levels. Values are sent unchanged within a node, and encoded between nodes.
 
     Every rank receives an equal part of the sum. Each element is added up over the ranks of a node in rank order, then
-    over the nodes in node order. So a node sends each element to another node once, and not once from every rank. With
-    C nodes, (C-1)/C of the values leave a node, encoded. The same number of ranks of each node send to other nodes: the
-    number of ranks on the smallest node. The remaining ranks of larger nodes receive their parts from a rank of their
-    node. This is the first half of the all-reduce of Mikami et al. 2018, arXiv:1811.05233.
+    over the nodes in node order. So a node sends each element to another node once, not once per rank. With C nodes,
+    (C-1)/C of the values leave a node, encoded. The same number of ranks of each node send to other nodes: the number
+    of ranks on the smallest node. The remaining ranks of larger nodes receive their parts from a rank of their node.
+    This is the first half of the all-reduce of Mikami et al. 2018, arXiv:1811.05233.
 
     levels: communicators of `topology`, used by this object only.
     codec: codec of the values that are sent between nodes.

@@ -43,7 +43,7 @@ from hpctrain.reduce.split_models.tensor_gradients import TensorGradients
 class HiddenGradients:
     """Hides the gradients of split layers from the end of backward until `step` sums them. Does not communicate.
 
-    Before they are summed, a rank has only the gradients of its own samples and layers; a script that clipped these
+    Before the sum, a rank has only the gradients of its own samples and layers; a script that clipped these gradients
     would train another model. While gradients are hidden, every use of a `.grad`, and `optimizer.step`, raises
     GradientsInUse. Another backward adds to the hidden gradients. A backward outside of a `given_back` block hides the
     gradients when it ends.
@@ -132,7 +132,7 @@ class HiddenGradients:
 class SplitModelUpdater(UpdaterBase):
     """`DistributedOptimizer` of a model of which each rank holds a part.
 
-    FSDP2 sums the gradients of sharded parameters within backward; `step` sums the other gradients. Forward and
+    FSDP2 sums the gradients of sharded parameters within backward; `step` sums all other gradients. Forward and
     backward are collective: every rank runs them the same number of times, and a rank without samples uses an empty
     batch with weight 0. A plain `loss.backward()` has weight 1/num_ranks, or 1/(data-parallel ranks) with split layers.
     FSDP2 reduces the gradients of each micro-batch, so that no rank holds whole gradients. If a backward of sharded
@@ -142,10 +142,10 @@ class SplitModelUpdater(UpdaterBase):
     With split layers that FSDP2 does not shard, every use of `.grad` between backward and `step` raises
     GradientsInUse.
 
-    In a pipeline only ranks with the last stage weight the loss. If ranks hold whole copies of a stage, they sum its
-    gradients in `step`. With `shard = "optimizer"` each of these ranks keeps and updates a share of the stage's
-    elements, and `step` gathers the parameters. The constructor is then collective, and until `close` the optimizer
-    holds this rank's share (`distributed.element_shard`).
+    In a pipeline only ranks with the last stage weight the loss. If several ranks hold whole copies of a stage, they
+    sum the stage's gradients in `step`. With `shard = "optimizer"` each of these ranks keeps and updates a share of the
+    stage's elements, and `step` gathers the parameters. The constructor is then collective, and until `close` the
+    optimizer holds this rank's share (`distributed.element_shard`).
 
     Args:
         model: The split model.
@@ -153,7 +153,7 @@ class SplitModelUpdater(UpdaterBase):
         comm: Communicator of all ranks, for the norm and the small sums of a step.
         loss_scale: Loss scale; None means 1.
         clip_norm: See `AllReduceUpdater`.
-        end_sums: Function that `close` calls, such as the result of `reduce_gradients_by`; None if there is none.
+        end_sums: Function that `close` calls, such as the result of `reduce_gradients_by`; None: `close` calls nothing.
 
     Raises:
         UsageError: The optimizer's parameters are not those of the model, or cannot be sharded.
@@ -188,7 +188,9 @@ class SplitModelUpdater(UpdaterBase):
         self._shares: StageShares | None = None
         if self._replicas is not None and self._replicas.num_ranks > 1 and shard_of(model) == "optimizer":
             agreed(comm, partial(check_stage, optimizer, self._parameters), os_error=UsageError)
-            self._shares = StageShares(optimizer, self._parameters, replicas=self._replicas)
+            self._shares = StageShares(
+                optimizer, self._parameters, replicas=self._replicas, optimizer_step=self._optimizer_step
+            )
         self._passes: ShardedPasses | None = None
         if by_fsdp and pipeline is None:
             self._passes = ShardedPasses(model, plain_factor=1.0 / self._num_data_ranks)

@@ -19,6 +19,7 @@ from hpctrain.comm import Collective
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import plan_buckets
 from hpctrain.reduce.data_parallel.gradient_memory import describe_gradient
+from hpctrain.reduce.data_parallel.one_pass import OptimizerStep
 from hpctrain.reduce.zero.bucket_division import BucketDivision
 from hpctrain.reduce.zero.owned_parts import OwnedParts, ParameterCopies, check_zero_optimizer
 
@@ -27,10 +28,13 @@ _UNIT_BYTES = 25_000_000  # size of the gradients that are copied and summed at 
 
 @final
 class StageShares:
-    """This rank's share of a stage: the elements that it owns. The optimizer holds them until `release`.
+    """This rank's share of a pipeline stage: the elements that the rank owns.
+
+    The optimizer holds these elements until `release`.
 
     parameters: parameters of the optimizer, the same on every rank of `replicas`.
     replicas: communicator of the ranks that hold the same stage. Each element is owned by one of these ranks.
+    optimizer_step: makes the steps of `optimizer`.
 
     The constructor is not collective.
     """
@@ -41,18 +45,23 @@ class StageShares:
         parameters: Sequence[torch.nn.Parameter],
         *,
         replicas: Collective,
+        optimizer_step: OptimizerStep,
     ) -> None:
         self._replicas = replicas
         self._parameters = parameters
         buckets = plan_buckets([describe_gradient(p) for p in parameters], bucket_bytes=_UNIT_BYTES)
         self._plan = plan = BucketDivision.of(buckets, num_ranks=replicas.num_ranks, unit_bytes=_UNIT_BYTES)
         self._copies = ParameterCopies(parameters, plan=plan, rank=replicas.rank)
-        self._owned = OwnedParts(optimizer, parameters, plan=plan, rank=replicas.rank)
+        self._owned = OwnedParts(
+            optimizer, parameters, plan=plan, rank=replicas.rank, optimizer_step=optimizer_step
+        )
         self._gathered = [self._copies.gathered(number) for number in range(len(plan.units))]
         self._used = [False] * len(parameters)
 
     def sum(self) -> None:
-        """Sums the gradients over the replicas; each rank gets the sums of its elements. Collective over the replicas.
+        """Sums the gradients over the replicas; each rank gets the sums of the elements that it owns.
+
+        Collective over the replicas.
 
         Afterwards `.grad` of each parameter is None; whole gradients are dropped bucket by bucket.
         """
@@ -76,7 +85,7 @@ class StageShares:
     def square(self) -> float:
         """Returns the sum of the squares of this rank's part of the summed gradients.
 
-        It is infinite or NaN if one of these gradients is.
+        The result is infinite or NaN if one of these gradients is infinite or NaN.
         """
         return self._owned.square()
 
@@ -85,9 +94,9 @@ class StageShares:
 
         Collective over the replicas. Returns the seconds that the gathering took.
         """
-        self._owned.scale(factor)
+        factor = self._owned.scale_copied(factor)
         self._owned.set_gradients(self._used)
-        self._owned.step()
+        self._owned.step(factor)
         began = time.perf_counter()
         for gathered in self._gathered:
             mine = torch.empty(gathered.num_bytes[self._replicas.rank], dtype=torch.uint8)

@@ -35,7 +35,7 @@ class EarlySums:
     parameters: parameters in the order in which their gradients are expected, the same on every rank.
     group: process group over which gradients are summed.
     is_ready: function of a parameter that returns True if its gradient can be summed in the form in which backward
-    leaves it. If it returns False, `finish` sums the bucket of this gradient, and all buckets after it.
+    leaves it. If the function returns False, `finish` sums the bucket of this gradient, and all later buckets.
     """
 
     def __init__(
@@ -66,9 +66,10 @@ class EarlySums:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Context manager around the last backward of a step. It starts the sums of gradients that are complete.
+        """Context manager around the last backward of a step. Starts the sums of gradients that are complete.
 
-        Every rank calls it the same number of times. Raises UsageError for another backward before `finish`.
+        Every rank must enter the context the same number of times. Raises UsageError for another backward before
+        `finish`.
         """
         self._check_last()
         self._watching = self._had_last = True
@@ -182,8 +183,8 @@ class TensorGradients:
     """The gradients of `parameters`, which belong to a model that is split according to `split`.
 
     After backward, a rank has the gradients of its parts of split layers. For a layer that all ranks of the tensor
-    group hold as a whole, it has the whole gradient. If each rank has computed the layer on a part of the sequence, it
-    has only the contribution of that part to the gradient.
+    group hold as a whole, a rank has the whole gradient. If each rank has computed the layer on a part of the sequence,
+    a rank has only the contribution of its part to the gradient.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], *, split: TensorSplit) -> None:
@@ -199,12 +200,12 @@ class TensorGradients:
 
     @property
     def has_begun(self) -> bool:
-        """True while sums are in progress: from the call of `during_backward`, if it starts any, until `complete`."""
+        """True while sums are in progress: from `during_backward`, if it starts sums, until `complete`."""
         return self._sums is not None and self._sums.had_last
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Context manager around the last backward of a step. It starts sums over the data-parallel ranks.
+        """Context manager around the last backward of a step. Starts sums over the data-parallel ranks.
 
         Raises UsageError for another backward before `complete`.
         """
@@ -226,7 +227,7 @@ class TensorGradients:
     def complete(self) -> None:
         """Completes all gradients. Collective.
 
-        It sums the contributions of the parts of a sequence over the tensor group. It sums gradients over the
+        The contributions of the parts of a sequence are summed over the tensor group. Gradients are summed over the
         data-parallel ranks, unless `during_backward` or FSDP2 has done so. Gradients of layers that all ranks of a
         tensor group hold as a whole are then averaged over the group: the ranks have computed the same gradients, but
         perhaps rounded differently, and their parameters would drift apart.
@@ -248,7 +249,7 @@ class TensorGradients:
         _all_reduce([local_part(g) for g in alike], group=tensor, factor=1.0 / self._split.num_tensor_ranks)
 
     def counts(self, gradient: torch.Tensor) -> bool:
-        """Returns True on exactly one of the ranks that hold this part of a gradient, so that it is counted once."""
+        """Returns True on exactly one of the ranks that hold this part of a gradient, which counts the part."""
         return is_first_replica(gradient) if is_sharded_tensor(gradient) else self._split.is_first
 
 

@@ -59,7 +59,9 @@ class ForwardBuffers:
             self._noted = True
 
     def end_step(self, *, applied: bool) -> list[str]:
-        """Ends a step. If it was not applied, restores the buffers that have changed since its first forward pass.
+        """Ends a step.
+
+        If the step was not applied, restores the buffers that have changed since the first forward pass of the step.
 
         Returns the names of the buffers that have changed, but could not be restored.
         """
@@ -88,7 +90,7 @@ class ForwardBuffers:
     def loaded(self, module: torch.nn.Module) -> None:
         """Copies the buffers of `module` after `load_state_dict` has loaded them.
 
-        If `module` is the whole model, the next forward pass counts as the first one of a step.
+        If `module` is the whole model, the next forward pass counts as the first forward pass of a step.
         """
         self._note([slot for slot in self._slots if slot.module is module])
         if module is self._model:
@@ -97,7 +99,8 @@ class ForwardBuffers:
     def constants(self) -> dict[str, torch.Tensor]:
         """Returns the buffers that no forward pass has changed so far, by name.
 
-        Call it between forward and `end_step`. It compares the values of small buffers, so call it in few steps only.
+        Call it between forward and `end_step`. The values of small buffers are compared, which takes time, so call it
+        in few steps only.
         """
         found = {}
         for slot in self._slots:

@@ -67,7 +67,7 @@ def _device_digest(content: torch.Tensor) -> torch.Tensor:
 def describe_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Returns the hyperparameters of an optimizer's groups as texts, by names such as `lr of parameter group 0`.
 
-    Numbers, texts, tensors with one element, and sequences of these are included; other entries are left out.
+    Included are numbers, texts, tensors with one element, and sequences of these types. Other entries are left out.
     """
     found = {}
     for number, group in enumerate(groups):
@@ -114,10 +114,10 @@ def compares_parameters(step: int) -> bool:
 class RankComparison:
     """Compares the ranks of `comm`, at least two, in the steps of one updater. The constructor is collective.
 
-    model: model whose parameters are compared. If a rank holds a part of the model, it is compared with the ranks that
+    model: model whose parameters are compared. A rank that holds a part of the model is compared with the ranks that
     hold the same part.
-    groups: function that returns the optimizer's parameter groups. Their parameters are compared too, and their other
-    entries are compared as settings.
+    groups: function that returns the optimizer's parameter groups. The parameters in these groups are compared too; all
+    other entries of the groups are compared as settings.
     buffers: buffers of the model. Buffers that no forward pass changes are compared too, but a difference is only
     reported, since ranks may have different buffers on purpose.
     how: "error": `error` returns an error for each difference. "note": each difference is reported once, and ignored
@@ -193,7 +193,7 @@ class RankComparison:
         return {name: value for name, value in sums.items() if not name.startswith((_SUM, _SQUARES))}
 
     def error(self, sums: Mapping[str, float]) -> RanksDiffer | None:
-        """Returns the error that every rank must raise if the ranks differ; None if they do not.
+        """Returns the error that every rank must raise if the ranks differ; None if the ranks are equal.
 
         Collective if the ranks differ.
 

@@ -29,8 +29,8 @@ class StepWatch:
     compare_ranks: what happens if the ranks differ; see `how` of `RankComparison`. "off": the ranks are not compared.
     say: function that prints a line for the user, on rank 0.
     together: the watches of all trainings in this process, to which this watch is added. If a step is dropped, buffers
-    of the other models that are no longer finite are restored too, for example those of the discriminator after a step
-    of the generator.
+    of the other models that are no longer finite are restored too, for example the buffers of a discriminator after a
+    step of the generator.
 
     The constructor is collective.
     """
@@ -58,7 +58,9 @@ class StepWatch:
             )
 
     def step(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
-        """Calls `step(**options)`, a step of the updater, and returns its outcome. Collective if the step is.
+        """Calls `step(**options)`, a step of the updater, and returns the outcome.
+
+        Collective if the step is collective.
 
         Raises the errors of the step. If the ranks have drifted apart, does not apply the step, and raises RanksDiffer
         on every rank.
@@ -150,7 +152,7 @@ def watch_steps(
 
 
 def watched(step: Callable[Concatenate[W, P], StepOutcome]) -> Callable[Concatenate[W, P], StepOutcome]:
-    """Decorates the method `step` of an updater: it then runs within the updater's `step_watch`, if there is one."""
+    """Decorates the method `step` of an updater: the method then runs within the updater's `step_watch`, if set."""
 
     @functools.wraps(step)
     def watched_step(updater: W, /, *arguments: P.args, **options: P.kwargs) -> StepOutcome:
@@ -190,6 +192,6 @@ def _with_what_is_not_finite(error: DivergedError, model: torch.nn.Module) -> Di
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns one text with the first few names, and the number of the other ones."""
+    """Returns one text with the first few names, and the number of the remaining names."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

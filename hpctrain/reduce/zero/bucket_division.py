@@ -47,7 +47,8 @@ class ReductionUnit:
 
     bucket: index of the bucket to which the elements belong.
     dtype: dtype of the bucket.
-    parts: for each rank, the elements of the bucket that it owns. In the unit's memory these parts follow each other.
+    parts: for each rank, the elements of the bucket that the rank owns. In the unit's memory the parts follow each
+    other.
     spans: for each rank, the runs of parameters' elements in its part, with their positions in the unit's memory.
     """
 
@@ -103,7 +104,7 @@ class BucketDivision:
         unit_bytes: int,
         align_elems: int = ALIGNMENT_ELEMS,
     ) -> BucketDivision:
-        """Plans shares and units.
+        """Plans the share of each bucket that each rank owns, and the units: the elements that one reduction sums.
 
         unit_bytes: largest size of a unit's gradients, in bytes.
         align_elems: shares end at multiples of this number of elements within a parameter.
@@ -213,7 +214,7 @@ class BucketProgress:
         return self._completed
 
     def gradient_is_ready(self, index: int) -> bool:
-        """Records that the gradient of parameter `index` is ready. Returns True if its bucket is now complete.
+        """Records that the gradient of parameter `index` is ready. Returns True if the bucket is now complete.
 
         Raises UsageError for the second gradient of a parameter in one step.
         """
@@ -238,6 +239,6 @@ class BucketProgress:
             self._num_taken += 1  # only if taking it has not failed
 
     def completed_order(self) -> list[int]:
-        """Returns the indices of the completed buckets in the order of their completion, then those of the others."""
+        """Returns the indices of completed buckets in the order of completion, then those of all other buckets."""
         known = set(self._completed)
         return [*self._completed, *(bucket for bucket in self.order if bucket not in known)]

@@ -1,4 +1,4 @@
-"""The parts of the parameters that a rank owns: it sums their gradients, and its optimizer updates them."""
+"""The parts of the parameters that a rank owns: the rank sums their gradients, and its optimizer updates them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.step_end import square_of_all
 from hpctrain.reduce.contract.updater import check_optimizer
 from hpctrain.reduce.data_parallel.gradient_memory import NOT_READABLE_SHARDED, PendingGradient
+from hpctrain.reduce.data_parallel.one_pass import OptimizerStep
 from hpctrain.reduce.zero.bucket_division import BucketDivision, ParameterSpan
 from hpctrain.reduce.zero.zero_reducer import Gathered
 
 
 @final
 class OwnedParts:
-    """Replaces the optimizer's parameters by this rank's parts of them, until `release`.
+    """Replaces each parameter of the optimizer by this rank's part of the parameter, until `release`.
 
+    optimizer_step: makes the steps of `optimizer`.
     gradients: for each bucket, the tensor that receives this rank's share of the summed gradients: shape (share,),
     zeroed, in host memory.
     """
@@ -40,8 +42,10 @@ class OwnedParts:
         *,
         plan: BucketDivision,
         rank: int,
+        optimizer_step: OptimizerStep,
     ) -> None:
         self._optimizer = optimizer
+        self._optimizer_step = optimizer_step
         self._parameters = parameters
         self.gradients = [
             torch.zeros(shares[rank].numel, dtype=bucket.dtype)
@@ -65,11 +69,21 @@ class OwnedParts:
         self._replace({id(p): part for p, part in zip(parameters, self.parts, strict=True)})
 
     def square(self) -> float:
-        """Returns the sum of the squares of the summed gradients; infinite or NaN if one of the gradients is."""
+        """Returns the sum of the squares of the summed gradients; infinite or NaN if a gradient is infinite or NaN."""
         return square_of_all(self.gradients)
 
-    def scale(self, factor: float) -> None:
-        """Multiplies the summed gradients by `factor`, in place."""
+    def scale_copied(self, factor: float) -> float:
+        """Multiplies the summed gradients by `factor` if `set_gradients` will copy some of them.
+
+        Returns the factor that remains for `step`.
+        """
+        pairs = ((self.parts[index], view) for index, view in self._views.items())
+        if all(part.dtype is view.dtype and part.device == view.device for part, view in pairs):
+            return factor
+        self._scale(factor)
+        return 1.0
+
+    def _scale(self, factor: float) -> None:
         filled = [sums for sums in self.gradients if sums.numel()]
         if factor != 1.0 and filled:
             torch._foreach_mul_(filled, factor)
@@ -79,7 +93,7 @@ class OwnedParts:
 
         Returns False if a sum overflows in the part's dtype (float16).
 
-        used: for each parameter, True if any rank used it.
+        used: for each parameter, True if any rank used the parameter.
         """
         finite = True
         for index, view in self._views.items():
@@ -99,12 +113,12 @@ class OwnedParts:
         """True if a finite sum may overflow in the dtype of its parameter (float16); the same on every rank."""
         return any(parameter.dtype is torch.float16 for parameter in self._parameters)
 
-    def step(self) -> None:
-        """Steps the optimizer on the parts.
+    def step(self, factor: float) -> None:
+        """Steps the optimizer on the parts, with their gradients times `factor`.
 
         Raises UsageError if the optimizer keeps other state than single values and tensors of a parameter's shape.
         """
-        self._optimizer.step()
+        self._optimizer_step.step(factor, scale=self._scale)
         if not self._checked:
             self._check_state()
             self._checked = True
@@ -168,7 +182,7 @@ class OwnedParts:
 
 
 def check_zero_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raises UsageError unless a rank can update its part of the parameters without the other parts."""
+    """Raises UsageError unless a rank can update its own part of the parameters without the parts of other ranks."""
     check_optimizer(optimizer, layout="optimizer")
     for parameter in parameters:
         if parameter.is_complex():
@@ -194,6 +208,8 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
 @final
 class ParameterCopies:
     """Copies gradients and parameters between the model and the memory of units. Does not communicate.
+
+    A unit consists of the elements that one reduction sums.
 
     parameters: the parameters of the plan. Their memory must have no gaps.
     plan: division of the buckets over the ranks.

@@ -73,8 +73,8 @@ class Arrivals:
     """Tracks the buckets whose parameters are being gathered. Only `arrived` may be called from another thread.
 
     buckets: the parameters of each bucket.
-    wait_until: function that waits until the given function returns True, which calls of `arrived` bring about. It
-    raises the error of a gathering that has failed.
+    wait_until: function that waits until the given function returns True, which calls of `arrived` bring about.
+    `wait_until` raises the error of a gathering that has failed.
     """
 
     def __init__(
@@ -92,7 +92,10 @@ class Arrivals:
         self._waited_s = 0.0
 
     def expect(self, bucket: int, *, num_units: int) -> None:
-        """Announces that a bucket will arrive in `num_units` units. Until then, uses of its parameters wait."""
+        """Announces that the parameters of a bucket will arrive in `num_units` pieces.
+
+        A use of one of these parameters waits until all pieces have arrived.
+        """
         self._missing[bucket] = num_units
         self._on_their_way.add(bucket)
         for parameter in self._buckets[bucket]:
@@ -175,7 +178,7 @@ def has_compiled() -> bool:
 
 @final
 class UnitsInFlight:
-    """Runs the reductions of a plan's units, and the gathering of their parameters.
+    """Runs the reductions of a plan's units (elements that are reduced together), and the gathering of parameters.
 
     Every rank starts the same operations in the same order.
 
@@ -223,7 +226,7 @@ class UnitsInFlight:
         return self._units_of[bucket]
 
     def room_for(self, number: int) -> torch.Tensor:
-        """Waits until the memory of unit `number` is not in use, and returns it. A call of `reduce` must follow."""
+        """Returns the memory of unit `number`, once no operation uses it any more. A call of `reduce` must follow."""
         memory = self._reducer.claim(number)
         if memory is not None:
             return memory
@@ -243,7 +246,10 @@ class UnitsInFlight:
         self._pipeline.submit(number)
 
     def wait(self) -> TimeInFlight:
-        """Waits for all pending operations. Returns the seconds since the last wait in which any was in flight."""
+        """Waits for all pending operations.
+
+        Returns the seconds since the last wait during which at least one operation was in flight.
+        """
         waited, earlier = self._pipeline.wait(), self._earlier
         self._earlier = TimeInFlight(0.0, 0.0)
         return TimeInFlight(earlier.total_s + waited.total_s, earlier.hidden_s + waited.hidden_s)
@@ -251,9 +257,10 @@ class UnitsInFlight:
     def gather(self, buckets: Sequence[int]) -> float:
         """Starts to gather the parameters of all buckets, in this order. Call it after `wait`.
 
-        It waits for the parameters only if their uses would not wait: without overlap, if `can_arrive_late` is False,
-        and once `torch.compile` has compiled something. In these cases it returns the seconds of the gathering.
-        Otherwise it returns 0, and the time of the gathering is part of the result of the next `wait`.
+        `gather` waits for the parameters only if code that uses them would not wait: without overlap, if
+        `can_arrive_late` is False, and once `torch.compile` has compiled something. In these cases the result is the
+        seconds of the gathering. Otherwise the result is 0, and the time of the gathering is part of the result of the
+        next `wait`.
         """
         began = time.perf_counter()
         late = self._late and not has_compiled()
@@ -289,7 +296,7 @@ class UnitsInFlight:
     def close(self) -> bool:
         """Waits for parameters and ends the thread. Returns False if a reduction hangs.
 
-        Raises the error of a gathering that has failed, unless that was raised before.
+        Raises the error of a gathering that has failed, unless this error was raised before.
         """
         atexit.unregister(self.wait_for_parameters)
         try:

@@ -1,5 +1,8 @@
 """Reduce-scatter of gradients and all-gather of parameters, in two levels, unit by unit.
 
+A unit consists of the elements that one reduction sums: a whole bucket, or an equal part of each rank's share of a
+bucket.
+
 Within a node the ranks read each other's gradients in shared memory. Between nodes, the sum of a node is sent to the
 owner of each part, which adds up the sums of the nodes in node order. These are the same additions as those of
 `AllReduceReducer` with `direct`, so the sums have the same bits. With C nodes, each node sends (C-1)/C of a unit's
@@ -31,7 +34,7 @@ from hpctrain.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """The functions that gather a unit's parameters, as bytes.
+    """The functions that gather the parameters of one unit (elements that are reduced together), as bytes.
 
     num_bytes: size of each rank's part of the parameters, in bytes.
     read: read(out) copies this rank's part of the parameters into `out`, uint8.
@@ -64,7 +67,9 @@ class _Planned:
 
 @final
 class ZeroReducer(TransportReducer):
-    """Sums units over all ranks: each rank gets the sum of its part. Gathers the parameters that the owners updated.
+    """Sums units (gradient elements that are reduced together) over all ranks: each rank gets the sum of its part.
+
+    Also gathers the parameters that the owners of the parts have updated.
 
     Parameters are never encoded. See `TransportReducer` for the arguments.
     """
@@ -113,13 +118,14 @@ class ZeroReducer(TransportReducer):
         outs: Sequence[torch.Tensor],
         gathered: Sequence[Gathered],
     ) -> None:
-        """Allocates memory that `num_slots` units can use at the same time. Collective.
+        """Allocates memory for `num_slots` units, which are reduced at the same time. Collective.
 
         outs: for each bucket, the tensor that receives this rank's share of the sum: shape (share,), the bucket's
         dtype, in host memory.
         gathered: for each unit, the functions that gather its parameters.
 
-        Raises BufferMismatch on every rank unless all ranks have the same plan; it names the ranks that differ.
+        Raises BufferMismatch on every rank unless all ranks have the same plan; the message names the ranks that
+        differ.
         """
         units, rank = plan.units, self._transport.rank
         num_slots = min(num_slots, len(units))

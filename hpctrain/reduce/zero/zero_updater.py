@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2: every rank holds all parameters, and updates the part that it owns.
+"""ZeRO-1 and ZeRO-2: every rank holds all parameters, and updates only the part of the parameters that the rank owns.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 """
@@ -44,8 +44,8 @@ class ZeroUpdater(UpdaterBase):
 
     Args:
         optimizer: Optimizer that updates each element independently of other elements. Its parameters have the same
-            shapes, in the same order, on every rank. Until `close` it holds this rank's parts of the parameters
-            (`distributed.element_shard`).
+            shapes, in the same order, on every rank. Until `close` the optimizer holds this rank's parts of the
+            parameters (`distributed.element_shard`).
         comm: Communicator of all ranks, of which there are at least two. The calling thread uses it for the small sums
             of a step.
         reducer: Reducer for this updater only, with a communicator of its own. The caller closes the reducer after the
@@ -55,8 +55,9 @@ class ZeroUpdater(UpdaterBase):
             waits for the network if the network is slower.
         bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, oversubscribed: See `AllReduceUpdater`.
         align_elems: Shares end at multiples of this number of elements within a parameter.
-        model: Model that computes with the parameters. If it has scripted modules, `step` waits for all parameters.
-            `step` also waits without `overlap`, and in a process that has compiled something with `torch.compile`.
+        model: Model that computes with the parameters. If the model has scripted modules, `step` waits for all
+            parameters. `step` also waits without `overlap`, and in a process that has compiled something with
+            `torch.compile`.
 
     Raises:
         UsageError: On every rank. An argument is invalid, or the optimizer or model cannot be sharded.
@@ -98,7 +99,9 @@ class ZeroUpdater(UpdaterBase):
         self._progress = BucketProgress([[slot.parameter for slot in b.slots] for b in self._plan.buckets])
         self._observed = False  # whether the order of complete buckets is known, which the first step shows
         self._copies = ParameterCopies(self._parameters, plan=self._plan, rank=comm.rank)
-        self._owned = OwnedParts(optimizer, self._parameters, plan=self._plan, rank=comm.rank)
+        self._owned = OwnedParts(
+            optimizer, self._parameters, plan=self._plan, rank=comm.rank, optimizer_step=self._optimizer_step
+        )
         num_units = len(self._plan.units)
         reducer.plan(
             self._plan,
@@ -161,12 +164,12 @@ class ZeroUpdater(UpdaterBase):
         )
 
     def _update(self, factor: float, summed: StepSums) -> bool:
-        self._owned.scale(factor)
+        factor = self._owned.scale_copied(factor)
         fits = self._owned.set_gradients(self._used)
         if not (is_true_everywhere(self._comm, fits) if self._owned.may_overflow else fits):
             return False
         began = time.perf_counter()
-        self._owned.step()
+        self._owned.step(factor)
         summed.update_s = time.perf_counter() - began
         # What backward needs last is what forward needs first.
         summed.sync_s += self._units.gather(self._progress.order[::-1])

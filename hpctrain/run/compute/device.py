@@ -27,7 +27,7 @@ class Proposal:
     """The CUDA device that a rank could use.
 
     Attributes:
-        index: The index of the device in this process; None if the rank can use none.
+        index: The index of the device in this process; None if the rank can use no device.
         uuid: An identifier of the device, unique on its machine.
         problem: Why the rank can use no device; empty otherwise.
     """
@@ -38,10 +38,10 @@ class Proposal:
 
 
 def propose(*, host_rank: int, number: int | None = None) -> Proposal:
-    """Returns the CUDA device that this rank could use: the only visible one, else the one with index `host_rank`.
+    """Returns the CUDA device that this rank could use: the only visible device, else the device `host_rank`.
 
-    host_rank: the index of this rank among the ranks of its machine. number: the index of the device that the recipe
-    gives; it takes precedence.
+    host_rank: the index of this rank among the ranks of its machine. number: the device index that the recipe gives,
+    which takes precedence.
     """
     if not torch.cuda.is_available():
         return Proposal(index=None, problem="torch finds no CUDA device")
@@ -81,7 +81,7 @@ def numbered(asked: str) -> int | None:
 def has_own_gpu(uuid: str, *, comm: Collective, host_ranks: Sequence[int]) -> bool:
     """Returns True if no other rank of this machine proposes the device `uuid`. Collective.
 
-    host_ranks: the ranks of this machine. Each of them receives 8 bytes from each of the others.
+    host_ranks: the ranks of this machine. Each of these ranks receives 8 bytes from every other rank of the machine.
     """
     counts = [0] * comm.num_ranks
     for rank in host_ranks:
@@ -128,11 +128,11 @@ def agree_on_gpus(
 
 
 def choose_device(asked: str, *, comm: Collective, hosts: Sequence[str]) -> tuple[torch.device, str | None]:
-    """Returns this rank's device and, if that is the CPU although there are GPUs, the reason, else None. Collective.
+    """Returns this rank's device, and a reason if the device is the CPU although there are GPUs, else None. Collective.
 
-    asked: `cpu`; `cuda`; `cuda:N`, device N of each machine, which its ranks share; or `auto`, which takes CUDA if
-    every rank has a GPU of its own. NCCL does not work between ranks that share a device; MPI does. hosts: the machine
-    of each rank. Raises LaunchError on every rank, naming all ranks that lack the requested device.
+    asked: `cpu`; `cuda`; `cuda:N`, device N of each machine, which all ranks of the machine share; or `auto`, which
+    takes CUDA if every rank has a GPU of its own. NCCL does not work between ranks that share a device; MPI does.
+    hosts: the machine of each rank. Raises LaunchError on every rank, naming all ranks that lack the requested device.
     """
     if re.fullmatch(DEVICE_NAMES, asked) is None:
         raise LaunchError(f"device {asked!r}: give auto, cpu, cuda, or a numbered one such as cuda:0")

@@ -1,3 +1,3 @@
-"""The names of devices in a recipe, in a module of their own so that reading a recipe does not import torch."""
+"""The names of devices in a recipe. A separate module, so that reading a recipe does not import torch."""
 
 DEVICE_NAMES = r"auto|cpu|cuda(:[0-9]+)?"

@@ -1,7 +1,7 @@
 """Postpones the import of torch's compiler, which otherwise takes 0.8 s of every start.
 
 The first optimizer of a process imports `torch._dynamo` for two functions that do nothing outside compiled code. A
-stand-in provides these two until another attribute of the module is used, as `torch.compile` does.
+stand-in module provides these two functions until another attribute of the module is used, as by `torch.compile`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class _PostponedDynamo(ModuleType):
 
 
 def postpone_dynamo() -> None:
-    """Postpones the import of `torch._dynamo` to its first real use, unless it is imported already."""
+    """Postpones the import of `torch._dynamo` to the first real use, unless the module is imported already."""
     if NAME not in sys.modules:
         sys.modules[NAME] = torch._dynamo = _PostponedDynamo()
 
 
 def set_deterministic() -> None:
-    """Turns on torch's deterministic algorithms. Operations without one only warn.
+    """Turns on torch's deterministic algorithms. Operations without a deterministic algorithm only warn.
 
     Applies to compiled code too once the compiler is imported.
     """

@@ -24,7 +24,7 @@ def check_num_ranks(identity: RankIdentity, *, ranks: int | None) -> None:
 
 
 def set_torch_threads(asked: int | None, share: Fraction) -> None:
-    """Sets the number of torch's threads: `asked`, else OMP_NUM_THREADS, else this rank's share of its cores."""
+    """Sets the number of torch's threads: `asked`, else OMP_NUM_THREADS, else this rank's share of the cores."""
     if asked is not None:
         torch.set_num_threads(asked)
     elif not os.environ.get("OMP_NUM_THREADS"):
@@ -62,7 +62,8 @@ class RankAxes:
     def counts_samples(self) -> bool:
         """True if this rank counts its samples in sums over samples; the other ranks add 0.
 
-        One rank per tensor group counts them. In a pipeline, it is on the last stage, which computes the loss.
+        One rank per tensor group counts the samples of the group. In a pipeline, this rank is on the last stage, which
+        computes the loss.
         """
         if self._mesh is None:
             return True
@@ -73,7 +74,7 @@ class RankAxes:
     def drawing(self) -> Axis:
         """The ranks that draw different random numbers, for dropout and the like.
 
-        They are those of `data`, except that each pipeline stage draws its own numbers.
+        These are the ranks of the axis `data`, except that each pipeline stage draws its own numbers.
         """
         if self._mesh is None:
             return self.data
@@ -109,6 +110,6 @@ class RankAxes:
         self._mesh = ParallelMesh.plan(self._topology, tensor=tensor, pipeline=pipeline)
 
     def for_loader(self) -> Axis:
-        """Returns the data axis for a loader, and fixes the axes from now on."""
+        """Returns the data axis for a loader. From now on, `arrange` can no longer change the axes."""
         self._used = True
         return self.data

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class UncaughtErrors:
-    """Ends all ranks of a session after an error. `close` closes the session; it is collective."""
+    """Ends all ranks of a session after an error. `close` closes the session, and is collective."""
 
     def __init__(self, world: World, *, close: Callable[[], object]) -> None:
         self._world = world
@@ -30,7 +30,7 @@ class UncaughtErrors:
         self._hook_before: Callable[..., object] | None = None
 
     def watch(self) -> None:
-        """Makes an uncaught error, or an exit with another code than 0, end all ranks instead of this one only."""
+        """Makes an uncaught error, or an exit with another code than 0, end all ranks instead of only this rank."""
         self._hook_before = sys.excepthook
         if self._world.num_ranks == 1:
             print_uncaught()

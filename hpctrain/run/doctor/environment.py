@@ -253,10 +253,10 @@ def skew_bounds(
 ) -> tuple[float, float]:
     """Returns the lower and upper bound of this clock's lead over the reference clock, in seconds. Pure.
 
-    mine, reference: the times from `sample_clock` by this clock and by the reference clock. In true time, every rank
-    leaves a barrier after every rank has entered it. Therefore this clock's time of entry, less its lead, is not after
+    mine, reference: the results of `sample_clock` for this clock and for the reference clock. In true time, every rank
+    leaves a barrier after every rank has entered it. Therefore this clock's time of entry, less the lead, is not after
     the reference clock's time of exit; and the reference clock's time of entry is not after this clock's time of exit,
-    less its lead.
+    less the lead.
     """
     least = max(before - other_after for (before, _), (_, other_after) in zip(mine, reference, strict=True))
     greatest = min(

@@ -1,6 +1,6 @@
 """Prints a message for this rank even if a call ends the process or never returns.
 
-If MPI cannot start, it ends the process without running Python code. A rank that waits for missing ranks waits in C
+If MPI cannot start, MPI ends the process without running Python code. A rank that waits for missing ranks waits in C
 code that holds the GIL, so that no Python thread runs. The message is therefore sent in advance to a small helper
 process. The helper prints the message if this process ends, or does not cancel the message in time.
 """
@@ -53,8 +53,8 @@ _END = signal.Signals(int(ExitCode.LAUNCH))
 class ExitNotice:
     """Prints `words` to stderr if this process ends inside the `with` block, or stays in it for `timeout_s` seconds.
 
-    After `timeout_s` seconds the process is also ended, with the exit code of a failed launch, even if it is blocked.
-    Leaving the block, normally or by an exception, cancels the message.
+    After `timeout_s` seconds the process is also ended, with the exit code of a failed launch, even if the process is
+    blocked. Leaving the block, normally or by an exception, cancels the message.
     """
 
     def __init__(self, words: str, *, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Checks InfiniBand and other RDMA networks: whether MPI uses them, and whether forking a process is safe with them."""
+"""Checks InfiniBand and other RDMA networks: whether MPI uses the network, and whether it is safe to fork processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the run directory: whether it can be written, its filesystem and striping, and space for the checkpoints."""
+"""Checks the run directory: write access, filesystem, striping, and space for the checkpoints."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _stripes(place: Path) -> dict[str, Any]:
 
 
 def stripe_count(text: str) -> int | None:
-    """Returns the stripe count in the output of `lfs getstripe -d`: -1 for all servers, None if there is none. Pure."""
+    """Returns the stripe count in the output of `lfs getstripe -d`: -1 for all servers, None for no count. Pure."""
     found = re.search(r"stripe_count:\s*(-?\d+)", text)
     return int(found[1]) if found else None
 

@@ -76,7 +76,8 @@ class Experiments:
     def observe(self) -> Observations:
         """Runs all experiments and returns what was observed.
 
-        Raises an error on every rank if the first trial, a normal run on one rank, fails without a known cause.
+        Raises an error on every rank if the first run of the training, on one rank and unchanged, fails without a known
+        cause.
         """
         first_state = OwnState.of(self._subject.variables())
         one = self._first(first_state)

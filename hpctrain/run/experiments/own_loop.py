@@ -36,10 +36,11 @@ class OwnLoop:
     """The training that a function given to `Session.check` has built.
 
     Attributes:
-        batches: An iterable of this rank's batches, or a function that takes the epoch and returns one. A batch is a
-            tensor, a tuple, list or mapping of tensors with the samples along dimension 0, or an `hpctrain.Batch`.
-        step: A function that trains on one batch and returns its mean loss. It may take a keyword argument
-            `micro_batches`, the number of parts over which it accumulates gradients.
+        batches: An iterable of this rank's batches, or a function that takes the epoch and returns such an iterable. A
+            batch is a tensor, a tuple, list or mapping of tensors with the samples along dimension 0, or an
+            `hpctrain.Batch`.
+        step: A function that trains on one batch and returns the mean loss of the batch. The function may take a
+            keyword argument `micro_batches`, the number of parts over which it accumulates gradients.
         evaluate: A function that returns metrics of all ranks by name; None: evaluation is not checked.
         also: Other objects that the loop passes to `Session.save_state` and `load_state`, by name, such as schedulers.
     """
@@ -59,9 +60,9 @@ def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: P
     Returns what was compared and the causes of the differences.
 
     Args:
-        build: A function that takes a session and uses it instead of `session`. It builds model, updater and batches,
-            and returns `(batches, step)`, `(batches, step, evaluate)` or `(batches, step, evaluate, also)`; see
-            `OwnLoop` and guides/check.md.
+        build: A function that takes a session, and must use this session instead of `session`. It builds model, updater
+            and batches, and returns `(batches, step)`, `(batches, step, evaluate)` or `(batches, step, evaluate,
+            also)`; see `OwnLoop` and guides/check.md.
         show: Whether rank 0 prints the result.
         scratch: A folder that all nodes share, for a few checkpoints, which are removed.
 

@@ -1,4 +1,4 @@
-"""Reads an epoch's samples without training, in one process and on all ranks, and compares them. Collective."""
+"""Reads an epoch's samples without training, in one process and on all ranks, and compares the samples. Collective."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class BatchRows:
 class Trial(Protocol):
     """One run of a training from its start, with a model, an optimizer and other objects of its own.
 
-    Methods are collective over `session`, an `hpctrain.run.Session`. It is typed `Any`, since that class is in a higher
-    layer.
+    Methods are collective over `session`, an `hpctrain.run.Session`. The attribute is typed `Any`, since the class
+    `Session` is in a higher layer.
     """
 
     session: Any
@@ -76,34 +76,34 @@ class Trial(Protocol):
         """Returns some rows of a batch. A row may occur several times."""
 
     def repeated(self, batch: Any, copies: int) -> Any:
-        """Returns the batch for a step in which each of `copies` ranks computes all of it, with a share 1/`copies`."""
+        """Returns the batch for a step in which each of `copies` ranks computes all samples, as a share 1/`copies`."""
 
     def poisoned(self, batch: Any) -> Any | None:
-        """Returns the batch with one NaN in each floating-point field; None if it has no such field."""
+        """Returns the batch with one NaN in each floating-point field; None if the batch has no such field."""
 
     def cleaned(self, batch: Any) -> Any:
         """Returns the batch with each NaN or infinity replaced by 0."""
 
     def loss(self, batch: Any) -> tuple[float, float | None]:
-        """Returns the mean loss of a batch without training, and the weight that the task gives it.
+        """Returns the mean loss of a batch without training, and the weight that the task gives the batch.
 
-        The unit of the weight is the task's choice; None if losses are weighted by their numbers of samples. Not
-        collective in a trial on one rank.
+        The task chooses the unit of the weight, such as tokens. The weight is None if losses are weighted by numbers of
+        samples. Not collective in a trial on one rank.
         """
 
     def evaluate(self) -> Mapping[str, float] | None:
         """Evaluates as a run does, and returns the metrics; None if the training has no evaluation."""
 
     def roots(self) -> Mapping[str, Any]:
-        """Returns the user's objects by name, which may hold state that is not in the checkpoint."""
+        """Returns the user's objects by name. They may hold state that is not in the checkpoint."""
 
     def close(self) -> None:
-        """Ends the trial's updater, loaders and groups. Communication stays open."""
+        """Ends the updater, loaders and groups of this training run. Communication stays open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How a trial differs from a run of the user.
+    """How a trial (a short run of the user's training) differs from the user's own run.
 
     double: whether the trial computes in float64. seed_change: the number that is added to the generators' seed.
     """
@@ -113,7 +113,7 @@ class Setting:
 
 
 class Subject(Protocol):
-    """Creates trials of a user's training.
+    """Creates trials of a user's training: short runs under chosen conditions.
 
     Attributes:
         splits: Whether the user's run uses micro-batches.
@@ -135,10 +135,13 @@ class Subject(Protocol):
     scratch: Path
 
     def open(self, session: Any, setting: Setting) -> Trial:
-        """Creates a trial. Collective over the session."""
+        """Creates a trial, which is one run of the training from its start. Collective over the session."""
 
     def variables(self) -> Mapping[str, Any]:
-        """Returns the global variables of the user's Python modules, which a new process would initialise again."""
+        """Returns the global variables of the user's Python modules.
+
+        A new process would initialise these variables again.
+        """
 
 
 # A folder for the checkpoints of a check, removed afterwards.

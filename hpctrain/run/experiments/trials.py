@@ -57,7 +57,8 @@ def together(session: Any) -> Any:
 def sum_exactly(session: Any) -> None:
     """Makes the session's updaters sum gradients in their own dtype, by a fixed algorithm.
 
-    The updaters do not compare the ranks, since trials continue after a difference and the check finds where it starts.
+    The updaters do not compare the ranks, since trials continue after a difference, and the check finds where the
+    difference starts.
     """
     session.distributed_optimizer = partial(_exact_updater, session.distributed_optimizer)
 
@@ -68,7 +69,7 @@ def _exact_updater(make: Any, model: torch.nn.Module, *args: Any, **options: Any
 
 
 def sum_during_backward(session: Any) -> None:
-    """Makes updaters sum gradients on a thread during backward, even if ranks have no spare core for it."""
+    """Makes updaters sum gradients on a thread during backward, even if ranks have no spare core for this thread."""
     session.reductions.overlap = lambda *, spare_core: True
 
 
@@ -81,7 +82,7 @@ _MAX_TEXT = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """The conditions of a trial.
+    """The conditions of a trial, which is one short run of the checked training.
 
     Attributes:
         on_ranks: Whether all ranks train together; otherwise each rank trains alone.
@@ -92,8 +93,8 @@ class Conditions:
         whole: Whether every rank computes all samples.
         seed_change: The number that is added to the generators' seed.
         stop_at: The number of steps after which the trial is stopped and resumed with a new model; None: not stopped.
-        carried: Which of the user's values that the checkpoint lacks the resumed trial gets from the stopped one:
-            `generator`: random number generators; `value`: all others; None: none.
+        carried: Which of the user's values that the checkpoint lacks are copied from the stopped trial to the resumed
+            trial. `generator`: random number generators; `value`: all other values; None: no values.
         stirred: How many numbers are drawn from each of the user's own generators before the first step.
     """
 
@@ -110,15 +111,15 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """The result of a trial.
+    """The result of a trial, which is one short run of the checked training.
 
     Attributes:
-        trace: The record of all steps; if the trial was resumed, of the steps after that.
+        trace: The record of all steps; if the trial was resumed, of the steps after the resumption.
         began: The user's own state at the start.
         ended: The user's own state at the end.
         is_split: As in `Trial`.
         carried: The kinds of the values that were carried over into the resumed trial, by path.
-        schedulers: For a trial on all ranks, the values of its learning rate schedulers at the end, as text by path.
+        schedulers: For a trial on all ranks, the values of the learning rate schedulers at the end, as text by path.
         no_storage: The error to show to the user if checkpoints could not be written or read; None otherwise.
     """
 
@@ -133,7 +134,10 @@ class Ran:
 
 @final
 class Trials:
-    """Runs trials of a subject. `run` and `open` are collective over all ranks, even for trials of one rank."""
+    """Runs trials: short runs of the subject's training.
+
+    `run` and `open` are collective over all ranks, even for trials of one rank.
+    """
 
     def __init__(
         self, subject: Subject, session: Any, *, steps: int, double: bool, first_state: OwnState
@@ -148,7 +152,7 @@ class Trials:
 
     @contextlib.contextmanager
     def open(self, *, on_ranks: bool, seed_change: int = 0, overlapped: bool = False) -> Iterator[Trial]:
-        """Creates a trial and closes it after the `with` block.
+        """Creates a trial (model, optimizer and data, ready to train), and closes the trial after the `with` block.
 
         on_ranks: whether all ranks train together. overlapped: whether gradients are summed during backward.
         """
@@ -184,7 +188,7 @@ class Trials:
             yield
 
     def run(self, conditions: Conditions) -> Ran:
-        """Trains under the conditions. An error that ends the training is recorded in the trace.
+        """Runs one trial under the conditions. An error that ends the training is recorded in the trace.
 
         Raises CheckpointError on every rank if the storage fails while a trial is stopped and resumed.
         """

@@ -61,11 +61,11 @@ from hpctrain.train import Task, TensorParallelTask, import_task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to split the model.
+    """One way to split the model over the ranks.
 
     Attributes:
-        choices: The numbers of micro-batches to try, ascending; the first one is used unless memory is short. Empty if
-            a run would refuse this way; `refused` then says why.
+        choices: The numbers of micro-batches to try, ascending; the first number is used unless memory is short. Empty
+            if a run would refuse this way to split; `refused` then says why.
         needs: A function that takes a number of micro-batches and returns what a rank needs; None if refused.
         drops_reduction: Whether the recipe's section [reduction] must be removed to use this way.
         is_current: Whether the recipe uses this way now.
@@ -85,7 +85,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutMemory:
-    """A way with a number of micro-batches, and the memory that a rank then needs."""
+    """A way to split the model, a number of micro-batches, and the memory that a rank then needs."""
 
     way: Way
     micro_batches: int
@@ -102,16 +102,16 @@ class LayoutMemory:
 
 
 def usual_fit(way: Way) -> LayoutMemory | None:
-    """Returns the way with its first choice of micro-batches; None if a run would refuse it."""
+    """Returns a way to split the model with its first number of micro-batches; None if a run would refuse this way."""
     if way.needs is None or not way.choices:
         return None
     return LayoutMemory(way=way, micro_batches=way.choices[0], needs=way.needs(way.choices[0]))
 
 
 def fit_of(way: Way, *, memory: int) -> LayoutMemory | None:
-    """Returns the way with the fewest micro-batches with which it fits into `memory` bytes.
+    """Returns a way to split the model with the fewest micro-batches with which it fits into `memory` bytes.
 
-    Returns None if it fits with none of its choices, or if a run would refuse it.
+    Returns None if no number in `way.choices` fits, or if a run would refuse this way.
     """
     usual, needs = usual_fit(way), way.needs
     if usual is None or needs is None or usual.needs.total <= memory:
@@ -125,7 +125,10 @@ def fit_of(way: Way, *, memory: int) -> LayoutMemory | None:
 
 
 def first_that_fits(ways: Iterable[Way], *, memory: int) -> LayoutMemory | None:
-    """Returns the first way that fits into `memory` bytes, with more micro-batches if necessary; None if none fits."""
+    """Returns the first way to split the model that fits into `memory` bytes, with more micro-batches if necessary.
+
+    Returns None if no way fits.
+    """
     fits = (fit_of(way, memory=memory) for way in ways)
     return next((fit for fit in fits if fit is not None), None)
 
@@ -133,8 +136,9 @@ def first_that_fits(ways: Iterable[Way], *, memory: int) -> LayoutMemory | None:
 def best_of_families(ways: Iterable[Way], *, memory: int | None) -> list[Way]:
     """Returns one way per family; ways of one family differ only in activation checkpointing and schedule.
 
-    This is the first way of the family that fits into `memory` bytes or, if none fits, the way that needs least. If
-    `memory` is None, it is the first way that is not refused. The recipe's own way is always included too.
+    A way is a way to split the model over the ranks. The result has the first way of a family that fits into `memory`
+    bytes or, if no way fits, the way that needs least. If `memory` is None, the result has the first way that is not
+    refused. The recipe's own way is always included too.
     """
     families: dict[tuple[object, ...], list[Way]] = {}
     for way in ways:
@@ -162,7 +166,7 @@ def _least(fit: LayoutMemory) -> int:
 
 
 def describe_cost(fit: LayoutMemory) -> str:
-    """Returns text about what a way costs besides communication, such as `computes a third more; waits 27 %`."""
+    """Returns text about the costs of a way to split besides communication: `computes a third more; waits 27 %`."""
     plan, costs = fit.way.plan, []
     again = COMPUTED_AGAIN[plan.activation_checkpointing]
     if again is None:
@@ -181,7 +185,7 @@ def describe_cost(fit: LayoutMemory) -> str:
 
 
 def recipe_lines(fit: LayoutMemory, *, micro_batches: int) -> list[str]:
-    """Returns the lines to write into the recipe; [] if it needs no section [parallel] and no other micro-batches.
+    """Returns the lines to write into the recipe; [] if neither [parallel] nor other micro-batches are needed.
 
     micro_batches: the number in the recipe's section [data].
     """
@@ -203,13 +207,13 @@ def recipe_lines(fit: LayoutMemory, *, micro_batches: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimates:
-    """All ways to split a recipe's model, in the order in which to try them.
+    """All ways to split a recipe's model over the ranks, in the order in which to try them.
 
     Attributes:
         device: `cpu` or `cuda`, where the run would train.
         own: The recipe's own plan, which is one of the ways.
         memory: The bytes of memory that each rank may use; None if unknown.
-        chosen: The first way that fits; None if none does.
+        chosen: The first way that fits; None if no way fits.
         notes: What was assumed or could not be measured.
     """
 
@@ -235,9 +239,9 @@ def plan_memory(
     """Returns what each way to split the recipe's model needs on `num_ranks` ranks.
 
     Parameters are counted on the meta device. Activations are measured on this process's CPU with training data, if
-    that is possible. ranks_per_node: if None, `slurm.tasks_per_node` of the recipe, or all ranks on one node if that is
-    not set. memory: the bytes of memory that each rank may use; None if unknown. Raises RecipeError if the recipe's
-    task, model or optimizer cannot be created, or if a run would refuse every way.
+    that is possible. ranks_per_node: if None, `slurm.tasks_per_node` of the recipe counts; if that is not set, all
+    ranks are on one node. memory: the bytes of memory that each rank may use; None if unknown. Raises RecipeError if
+    the recipe's task, model or optimizer cannot be created, or if a run would refuse every way.
     """
     notes: list[str] = []
     topology = _topology(recipe, num_ranks, ranks_per_node)

@@ -48,7 +48,7 @@ _GROWTH = 2.5
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations create within the `with` block, until their memory is freed.
+    """Counts the bytes of the tensors that operations create within the `with` block, until the memory is freed.
 
     The memory that views share counts once.
 
@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
 def most_bytes(runner: TaskRunner, batch: Batch) -> int:
     """Returns the peak bytes of forward and backward of `batch`, without parameters, buffers and the batch itself.
 
-    A gradient counts until it is complete, since training then moves it into a bucket.
+    A gradient counts until it is complete, since training then moves the gradient into a bucket.
     """
     known = [*runner.model.parameters(), *runner.model.buffers(), *batch.fields.values()]
     live = LiveBytes(known)
@@ -128,12 +128,12 @@ def measure_activations(
     memory: int,
     sizes: Sequence[int] = (),
 ) -> dict[Recomputation, dict[int, int]]:
-    """Returns, for each kind of activation checkpointing, the peak bytes by number of samples, for two such numbers.
+    """Returns, per kind of activation checkpointing, the peak bytes by number of samples, for two numbers of samples.
 
-    There is only one number if the batch has one sample. The first samples of `batch` are used. `sizes` gives the
-    numbers of samples. If it is empty, the first kind is measured with 2, 4, 8, ... samples, as long as the batch has
-    as many and the next measurement is expected to take less than `memory` bytes. The two largest numbers are then used
-    for all kinds. make_runner: creates a runner with a new model.
+    There is only one number of samples if the batch has one sample. The first samples of `batch` are used. `sizes`
+    gives the numbers of samples. If it is empty, the first kind is measured with 2, 4, 8, ... samples, as long as the
+    batch is large enough and the next measurement is expected to take less than `memory` bytes. The two largest numbers
+    of samples are then used for all kinds. make_runner: creates a runner with a new model.
     """
     measured: dict[Recomputation, dict[int, int]] = {}
     for way in ways:
@@ -181,8 +181,8 @@ def measure_layers(
 ) -> LayerActivations:
     """Returns the memory of the layers and the loss. sizes: how many of the first samples of `batch` to measure with.
 
-    The task's loss must call its model once, with one tensor. This is the input of the first layer; the output of each
-    layer is the input of the next one.
+    The task's loss must call its model once, with one tensor. This tensor is the input of the first layer; the output
+    of each layer is the input of the next layer.
     """
     measured = {samples: _measured(runner_of, layers, first_of(batch, samples)) for samples in sizes}
     found = [dict(zip(measured, of_layer, strict=True)) for of_layer in zip(*measured.values(), strict=True)]
@@ -290,10 +290,10 @@ def split_dimensions(model: nn.Module, plan: TensorPlan) -> dict[str, int]:
 
 
 def leave_one_part(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence: bool = False) -> None:
-    """Reduces `model`, in place, to what the first of `tensor` ranks holds, so that it computes without the others.
+    """Reduces `model`, in place, to what the first of `tensor` ranks holds, so that one rank can compute alone.
 
-    Shapes are those of that rank. The values are wrong: a part stands for the sum over the ranks, and gathered tensors
-    are repetitions of a part. sequence: whether layers between split layers hold a part of the sequence.
+    Shapes are those of the first rank. The values are wrong: a part stands for the sum over the ranks, and gathered
+    tensors are repetitions of a part. sequence: whether layers between split layers hold a part of the sequence.
     """
     dims = split_dimensions(model, plan)
     for name, how in tensor_styles(model, plan).items():
@@ -364,11 +364,11 @@ def _weight_dim(module: nn.Module, how: str) -> int:
 def counted_messages(
     model: nn.Module, plan: TensorPlan, *, samples: int, sequence: bool = False
 ) -> Iterator[Callable[[], TensorMessages]]:
-    """Counts the bytes that the ranks of a tensor group would sum for a forward of `samples` samples in the block.
+    """Counts the bytes that the ranks of a tensor group would sum for the forward in the block, of `samples` samples.
 
     Yields a function that returns the bytes per sample after the block. The output of a `row` module is summed in
-    forward, the gradient of the input of a `column` module in backward. With `sequence`, both are scattered or gathered
-    in forward and in backward instead; each of these counts as half a sum.
+    forward, the gradient of the input of a `column` module in backward. With `sequence`, both tensors are scattered or
+    gathered in forward and in backward instead; each scatter or gather counts as half a sum.
     """
     blocks = repeated_blocks(model)
     sums = {"forward": 0.0, "in_blocks": 0.0, "backward": 0.0}
@@ -425,7 +425,7 @@ def measure_forward_backward(
 
     Args:
         savings: The kinds of activation checkpointing that the model supports.
-        plans: The ways to split the model. Of the ways with split layers, only the one with the smallest tensor group
+        plans: The ways to split the model. Of the ways with split layers, only the way with the smallest tensor group
             is measured; likewise of the ways that also split sequences.
         besides: Bytes per sample that are not measured here but occupy memory of the run's device.
     """

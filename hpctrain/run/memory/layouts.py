@@ -28,7 +28,7 @@ def ways_to_split(
     stages_of_parts: Sequence[tuple[int, int]] = (),
     offload: bool = False,
 ) -> list[ParallelPlan]:
-    """Returns the ways to split a model, those that usually cost least time first.
+    """Returns the ways to split a model over the ranks. Ways that usually cost least time come first.
 
     Args:
         tensor_plan: The task's plan for splitting layers; None: the layers cannot be split.
@@ -147,10 +147,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def micro_batch_choices(plan: ParallelPlan, *, samples: int, at_least: int) -> Sequence[int]:
-    """Returns the numbers of micro-batches to try for a rank's `samples`, ascending; empty if there are none.
+    """Returns the numbers of micro-batches to try for a rank's `samples`, ascending; empty if no number is possible.
 
-    at_least: the number in the recipe; 1 if the recipe has none. All micro-batches of a pipeline have the same size. If
-    `at_least` is 1, only numbers that keep the pipeline's ranks busy are tried or, without such numbers, the largest.
+    at_least: the number in the recipe; 1 if the recipe has no number. All micro-batches of a pipeline have the same
+    size. If `at_least` is 1, only numbers that keep the pipeline's ranks busy are tried or, without such numbers, the
+    largest.
     """
     if plan.pipeline == 1:
         return list(_without_pipeline(samples=samples, at_least=at_least))
@@ -207,7 +208,7 @@ def layout_name(plan: ParallelPlan) -> str:
 
 
 def family_of(plan: ParallelPlan) -> tuple[object, ...]:
-    """Returns a key that is equal for ways that differ only in activation checkpointing and schedule."""
+    """Returns a key that is equal for plans that differ only in activation checkpointing and schedule."""
     return tuple(getattr(plan, key) for key in FAMILY_KEYS)
 
 

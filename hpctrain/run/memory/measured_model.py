@@ -37,9 +37,9 @@ class StateSize(NamedTuple):
 def model_on_meta(
     recipe: Recipe, make_task: Callable[[], Task], *, note: Callable[[str], None]
 ) -> torch.nn.Module:
-    """Returns the task's model on the meta device. Raises RecipeError if the task cannot build it.
+    """Returns the task's model on the meta device. Raises RecipeError if the task cannot build the model.
 
-    note: called with a text if the model has to be built on the CPU first, which takes memory for the whole model.
+    note: called with a text if the model must be built on the CPU first. This takes memory for the whole model.
     """
     try:
         with META:
@@ -86,8 +86,8 @@ def optimizer_state(
 ) -> dict[torch.Tensor, StateSize]:
     """Returns the size of the optimizer state of each trainable parameter, after a step on the meta device.
 
-    If the step needs values, which the meta device lacks, the optimizer is tried on the CPU with small parameters of
-    the same numbers of dimensions. Raises RecipeError if the optimizer cannot be created.
+    If the step needs values of tensors, which the meta device lacks, the optimizer is tried on the CPU with small
+    parameters of the same numbers of dimensions. Raises RecipeError if the optimizer cannot be created.
     """
     optimizer = build_optimizer(model, section)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -152,7 +152,7 @@ def read_training_data(
 ) -> TrainingData | None:
     """Returns the first `micro_batch` samples of the training data, but at least 4 and at most 16 if there are as many.
 
-    Returns None, with a note, if they cannot be read.
+    Returns None, with a note, if samples cannot be read.
     """
     section = recipe.data
     try:

@@ -29,9 +29,9 @@ def stage_activations(
 ) -> int:
     """Returns the peak bytes of a pipeline rank besides parameters and gradients.
 
-    Forward of a micro-batch keeps what its stage needs for backward. For each micro-batch PyTorch also holds buffers
-    for what arrives: activations from the stage before, and gradients from the stage after. place: the rank's index in
-    the pipeline, which is also the index of its first stage. samples: the number of samples per micro-batch.
+    Forward of a micro-batch keeps what the stage needs for backward. For each micro-batch PyTorch also holds buffers
+    for what arrives: activations from the previous stage, and gradients from the next stage. place: the rank's index in
+    the pipeline, which is also the index of the rank's first stage. samples: the number of samples per micro-batch.
     """
     own = [layers_of for number, layers_of in enumerate(stages.layers) if number % plan.pipeline == place]
     kept = [sum(layers.kept[layer].at(samples) for layer in of_stage) for of_stage in own]
@@ -63,7 +63,7 @@ def chunks_in_flight(plan: ParallelPlan, *, place: int, micro_batches: int) -> i
 
 
 def boundary_bytes(stages: StageSizes, layers: LayerActivations) -> list[float]:
-    """Returns the bytes per sample that each stage but the last sends to the next one."""
+    """Returns the bytes per sample that each stage but the last sends to the next stage."""
     return [layers.output_bytes[of_stage[-1]] for of_stage in stages.layers[:-1]]
 
 
@@ -204,7 +204,7 @@ _SUMMED_AT_ONCE = 25_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The memory in bytes of the rank that needs most, for one way and one number of micro-batches.
+    """The memory in bytes of the rank that needs most, for one way to split the model and one number of micro-batches.
 
     Attributes:
         parameters: The rank's parameters.
@@ -251,7 +251,7 @@ class Needs:
 
     @property
     def other(self) -> int:
-        """Bytes that have no column of their own in tables. They are not all held at the same time."""
+        """Bytes that have no column of their own in tables. Not all of these bytes are held at the same time."""
         return (
             self.buffers
             + self.gathered

@@ -42,13 +42,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Judges plans for one recipe and its model, on the meta device. Checks that several plans share are run once.
+    """Judges plans for one recipe and its model, on the meta device. A check that several plans share runs once.
 
     Attributes:
         own: The recipe's own plan.
         layers: A function that calls the task's `pipeline_layers`.
         stages: The divisions of the model into stages, by number of stages; filled by `judge`.
-        reasons: The reasons for which checks refuse, by check, empty if they do not; filled by `judge`.
+        reasons: For each check, the reason why the check refuses, empty if the check passes; filled by `judge`.
     """
 
     recipe: Recipe
@@ -76,7 +76,7 @@ class Judge:
         return Verdict(drops_reduction=drops, choices=choices)
 
     def of_model(self, plan: ParallelPlan) -> str:
-        """Returns why the model cannot be split by `plan` on any ranks; empty if it can."""
+        """Returns why `plan` cannot split the model, whatever the ranks; empty if it can."""
         sharded, stages = plan.shard == "parameters", plan.pipeline * plan.stages_per_rank
         key = ("model", plan.activation_checkpointing, plan.tensor, plan.sequence, sharded)
         found = self._once(key, lambda: check_plan(self.model, plan))

@@ -28,10 +28,14 @@ _SIZES = ("parameters", "gradients", "optimizer", "reduction", "activations", "o
 
 
 def memory_table(plan: MemoryEstimates, *, every: bool = False) -> Table:
-    """Returns a table of the ways to split the model. A row has the number of micro-batches with which its way fits.
+    """Returns a table with one row per way to split the model over the ranks.
 
-    A GB is 10^9 bytes, as everywhere in hpctrain. every: whether all ways are listed; otherwise one of the ways that
-    differ only in activation checkpointing or schedule, the first that fits.
+    The column "micro-batches" states the number of micro-batches per step with which the split fits into memory.
+
+    A GB is 10^9 bytes, as everywhere in hpctrain.
+
+    every: True: all ways are listed. False: of ways that differ only in activation checkpointing or schedule, only the
+    first that fits is listed.
     """
     from rich.table import Table
 

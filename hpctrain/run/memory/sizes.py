@@ -41,7 +41,10 @@ class RankGroups:
         return self._topology.num_ranks // (plan.pipeline * plan.tensor)
 
     def num_parts(self, plan: ParallelPlan) -> int:
-        """Returns the number of ranks over which a copy of the parameters, or of one part of the layers, is sharded."""
+        """Returns the number of ranks over which one replica of the parameters is sharded.
+
+        If layers are split too, a replica consists of this rank's part of each layer.
+        """
         if plan.shard != "parameters":
             return 1
         if plan.shard_within == "node":
@@ -56,9 +59,9 @@ class RankGroups:
         return self._ring_of(plan.pipeline, plan.tensor, place, within, across)
 
     def far_messages(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Returns, for each index in a pipeline, in how many pipelines that rank and the next are on different nodes.
+        """Returns, for each index i, in how many pipelines the ranks with index i and i + 1 are on different nodes.
 
-        After the last rank of a pipeline comes its first.
+        An index is the place of a rank in a pipeline. After the last rank follows the first rank.
         """
         return self._far(plan.pipeline, plan.tensor)
 
@@ -152,7 +155,7 @@ class ModelSizes:
         return tuple(p for p in self.parameters if p.trainable)
 
     def blocks(self) -> dict[str, tuple[int, int]]:
-        """Returns, by block, the bytes of all its parameters and those of its trainable parameters.
+        """Returns, by block, the bytes of all parameters and the bytes of the trainable parameters.
 
         The key "" has the parameters outside all blocks.
         """
@@ -216,7 +219,7 @@ class LayerActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMessages:
-    """The bytes per sample that the ranks of a tensor group sum. Bytes that they gather or scatter count half.
+    """The bytes per sample that the ranks of a tensor group sum. Bytes that are gathered or scattered count half.
 
     Attributes:
         forward: The bytes in forward.
@@ -231,12 +234,12 @@ class TensorMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """The memory of one rank, measured with layers split over `ranks` ranks, by kind of activation checkpointing.
+    """The memory of one rank with layers split over `ranks` ranks, as measured, by kind of activation checkpointing.
 
     Attributes:
         ranks: The number of ranks over which layers are split.
-        whole: For a rank that has its part of the whole model.
-        layers: For a rank's parts of the layers of a pipeline; empty if not measured.
+        whole: The memory of a rank that has its part of every layer of the model.
+        layers: The memory of a rank's parts of each layer, for pipelines; empty if not measured.
         messages: What the ranks send each other; None if not measured.
     """
 
@@ -248,8 +251,8 @@ class MeasuredPart:
     def of_one(self, whole: Activations, part: Activations, *, tensor: int) -> Activations:
         """Returns what one of `tensor` ranks holds, from measurements of whole layers and of one of `ranks` parts.
 
-        One share of the bytes is the same for any number of ranks; the rest is divided. whole: the measurement without
-        split layers. part: the measurement with layers split over `ranks` ranks.
+        A part of the bytes is the same for any number of ranks; the rest is divided by the number of ranks. whole: the
+        measurement without split layers. part: the measurement with layers split over `ranks` ranks.
         """
 
         def bytes_of(most: float, less: float) -> float:
@@ -279,13 +282,13 @@ class Measured:
     sequence: MeasuredPart | None = None
 
     def part(self, plan: ParallelPlan) -> MeasuredPart | None:
-        """Returns the measurement of the layers as `plan` splits them."""
+        """Returns the measurement for layers that are split as `plan` says."""
         return self.sequence if plan.sequence else self.split
 
     def activation_bytes(self, plan: ParallelPlan, *, samples: int) -> int | None:
         """Returns the bytes of a micro-batch on a rank that has all layers, or a part of each layer.
 
-        None if they were not measured.
+        None if activations were not measured.
         """
         saving, part = plan.activation_checkpointing, self.part(plan)
         whole = self.whole.get(saving)
@@ -296,7 +299,7 @@ class Measured:
         return part.of_one(whole, part.whole[saving], tensor=plan.tensor).at(samples)
 
     def layers_of(self, plan: ParallelPlan) -> LayerActivations | None:
-        """Returns the memory of a pipeline's layers, or of a rank's parts of them; None if not measured."""
+        """Returns the memory of a pipeline's layers, or of a rank's parts of these layers; None if not measured."""
         saving, part = plan.activation_checkpointing, self.part(plan)
         whole = self.layers.get(saving)
         if whole is None or plan.tensor == 1:
@@ -335,7 +338,8 @@ class LoaderSizes:
 class StageSizes:
     """A division of a model into pipeline stages.
 
-    layers: for each stage, the indices of its layers in the model. stage_of: the stage of each parameter, by its name.
+    layers: for each stage, the indices of the stage's layers in the model. stage_of: the stage of each parameter, by
+    parameter name.
     """
 
     layers: tuple[Sequence[int], ...]
@@ -344,18 +348,18 @@ class StageSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """What decides the needs of a rank besides the model.
+    """What decides, besides the sizes of the model, how much memory a rank needs.
 
     Attributes:
         micro_batches: The number of micro-batches in the recipe's section [data].
-        reductions: What reductions other than FSDP2's need, by what is sharded.
+        reductions: The memory and messages that reductions other than FSDP2's need, by what is sharded.
         sharded_sum: The algorithm and the wire format by which sharded gradients are summed.
         measured: The measurements of forward and backward.
         stages: The divisions of the model into stages, by number of stages.
-        loader: The sizes of the data; None: the data are not in the memory that is calculated, as on GPUs.
+        loader: The sizes of the data; None: the calculated memory, such as that of a GPU, does not hold the data.
         snapshot: Whether a save in the background copies the rank's share of the state into this memory.
         update_at_once: Whether the optimizer's step creates temporary tensors for all parameters at once, as on GPUs,
-            or for one after the other.
+            or for one parameter after the other.
         averages: Whether the run averages its parameters (`optimizer.ema`).
         groups: The rank groups of the topology.
     """

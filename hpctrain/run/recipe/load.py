@@ -1,4 +1,4 @@
-"""Reads recipes from TOML, validates them and reports all their faults at once."""
+"""Reads and validates recipes from TOML, and reports all faults of a recipe at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
 
 
 def read_recipe_document(path: Path, *, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the recipe of a file as nested dictionaries, with the overrides applied. It is not validated.
+    """Returns the recipe of a file as nested dictionaries, with the overrides applied, but not validated.
 
     overrides: texts `section.key=value`, with the value as in TOML; a bare word counts as a string. Raises RecipeError
     if the file cannot be read or is not TOML, or if an override does not match the recipe's keys.

@@ -1,4 +1,4 @@
-"""A calibrated model: its constants with their standard errors, and the errors of predictions that follow from them."""
+"""A calibrated model: constants with standard errors, and the errors of predictions that follow from these errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Timed:
 class Fit:
     """Result of the fit.
 
-    values: constants by name, as in `USUAL`. covariance: covariance of their logarithms, in the order of `names`.
+    values: constants by name, as in `USUAL`. covariance: covariance of the constants' logarithms, in the order of
+    `names`.
     residual: standard deviation of the logarithm of measured / computed times.
     """
 
@@ -102,8 +103,8 @@ def timed_of(document: Mapping[str, Any]) -> list[Timed]:
 def machine_of(values: Mapping[str, float], *, node: Node, link_bytes_per_s: float | None) -> Machine:
     """Returns the machine with the constants `values`.
 
-    node: the node without these constants. link_bytes_per_s: nominal rate of the links; None: links without a limit of
-    their rate.
+    node: the node without these constants. link_bytes_per_s: nominal rate of the links; None: links without a rate
+    limit.
     """
     rate = INFINITE_RATE if link_bytes_per_s is None else link_bytes_per_s * values["link_share"]
     return Machine(
@@ -192,10 +193,11 @@ class MeasuredStep:
 
 
 def overlap_slowdown(measured: Sequence[MeasuredStep]) -> float:
-    """Returns how many times slower computation must be for predicted steps to last as long as the measured ones.
+    """Returns how many times slower computation must be for predicted steps to last as long as measured steps.
 
-    The factor is between 1 and `MOST`. With several steps, it makes the geometric mean of predicted / measured equal to
-    1. It is found by bisection, since slower computation never makes a step shorter. Returns 1 if there are no steps.
+    The factor is between 1 and `MOST`. With several steps, the factor makes the geometric mean of predicted / measured
+    equal to 1. The factor is found by bisection, since slower computation never makes a step shorter. Returns 1 if
+    there are no steps.
     """
     low, high = 0.0, math.log(MOST)
     if not measured or _too_long(measured, 1.0):
@@ -254,7 +256,7 @@ class ModelCalibration:
 
     @property
     def errors(self) -> tuple[tuple[str, ...], NDArray[np.float64]]:
-        """The names of all uncertain constants, and the covariance of their logarithms."""
+        """The names of all uncertain constants, and the covariance of the constants' logarithms."""
         size = len(self.fit.names)
         covariance = np.zeros((size + 1, size + 1))
         covariance[:size, :size] = self.fit.covariance
@@ -284,7 +286,7 @@ def relative_error(calibration: ModelCalibration, layout: Layout, *, of: Of | No
 
 
 def interval(calibration: ModelCalibration, layout: Layout) -> tuple[float, float]:
-    """Returns the interval of the step's seconds at a confidence of 90 %: its lower and its upper end."""
+    """Returns the 90 % confidence interval of the step's seconds: the lower and the upper end."""
     step_s = step_seconds(calibration.scenario, layout).step_s
     error = TWO_SIDED_90 * relative_error(calibration, layout)
     return step_s * math.exp(-error), step_s * math.exp(error)

@@ -1,7 +1,7 @@
 """Cost of one reduction by each of hpctrain's algorithms, in closed formulas. Pure functions.
 
 In the formulas, n is the bytes of float32 gradients, and w the bytes sent per byte of float32. There are N ranks on C
-nodes, R on each. A link has the latency a, and takes b seconds per byte and o seconds per message.
+nodes, R ranks on each node. A link has the latency a, and takes b seconds per byte and o seconds per message.
 
 Sources. Ring: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002. Direct (all-to-all and all-gather of slices),
 and the library's choice between recursive doubling, and reduce-scatter with all-gather: Thakur, Rabenseifner and
@@ -30,7 +30,7 @@ OWN_ALGORITHMS = ("ring", "direct", "hierarchical", "hierarchical-ring")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Time of one reduction, and the resources that it uses.
+    """Time of one reduction, and the resources that the reduction uses.
 
     total_s: seconds from the moment at which the last rank has its bucket until all ranks have the sum. link_s: seconds
     for which the reduction occupies each direction of a node's link. cpu_s: processor time of each rank, for sums,
@@ -57,8 +57,8 @@ class ChunkCost:
 
     alone_s: seconds if no other chunk is in flight. link_s: seconds for which the chunk occupies the node's link.
     cpu_s: processor time of each rank in seconds. sent_bytes: bytes that leave each node. rounds: number of messages
-    that are sent one after another, because each depends on the previous one. apart_s: the part of `cpu_s` before the
-    first message and after the last one.
+    that are sent one after another, because each message depends on the previous message. apart_s: the part of `cpu_s`
+    before the first message and after the last message.
     """
 
     alone_s: float
@@ -134,8 +134,8 @@ def cost_of(algorithm: str, num_bytes: float, *, wire: str, layout: Layout, mach
 def exchanges_at_once(algorithm: str, layout: Layout) -> int:
     """Returns how many pairs of ranks send a chunk to each other through a node's link at once.
 
-    algorithm: one of hpctrain's own algorithms. In a ring there are no such pairs unless it has two ranks, since each
-    rank sends to one rank and receives from another.
+    algorithm: one of hpctrain's own algorithms. A ring has no such pairs unless the ring has two ranks, since each rank
+    sends to one rank and receives from another.
     """
     if layout.nodes == 1:
         return 0

@@ -17,12 +17,11 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]bit)(?:/s)?", re.IGNORECASE)
 class Link:
     """A link in one direction, in the model of Hockney 1994 (doi:10.1016/S0167-8191(06)80021-9) with one more term.
 
-    latency_s: seconds from the end of sending an empty message to the end of receiving it; latencies of several
-    messages overlap. bytes_per_s: rate of a large message. per_message_s: seconds for which a message occupies its
-    sender, in addition to the time of its bytes; these seconds add up over messages. sigma: standard deviation of the
-    logarithm of the rates of such links; a layout is limited by its slowest link. turns: fraction of the exchanges
-    between two ranks in which one direction is sent after the other instead of at the same time, see
-    `exchange_factor`.
+    latency_s: seconds from the end of sending an empty message to the end of receiving this message; latencies of
+    several messages overlap. bytes_per_s: rate of a large message. per_message_s: seconds for which a message occupies
+    its sender, in addition to the time of its bytes; these seconds add up over messages. sigma: standard deviation of
+    the logarithm of the rates of such links; a layout is limited by its slowest link. turns: fraction of the exchanges
+    between two ranks in which one direction is sent after the other instead of at the same time, see `exchange_factor`.
     """
 
     latency_s: float
@@ -48,8 +47,8 @@ class Link:
         In a fraction `turns` of the exchanges, the two directions follow each other: in a TCP connection, the
         confirmation that a message can be received waits behind the data that go the other way. Such an exchange takes
         twice as long, unless both ranks begin within the latency. If m such exchanges share a link, k of them send
-        outward at a time, each with probability 1/2, and the busier direction counts. They take 1 + E|2 k - m| / m
-        times as long, which is 2 for one exchange and 1 + sqrt(2 / (pi m)) for many.
+        outward at a time, each with probability 1/2, and the busier direction counts. The m exchanges take 1 + E|2 k -
+        m| / m times as long, which is 2 for one exchange and 1 + sqrt(2 / (pi m)) for many.
         """
         if pairs < 1:
             return 1.0
@@ -64,9 +63,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node. All its ranks do the same work.
+    """A node. All ranks of the node do the same work.
 
-    cores: number of cores of the node. cores_shared_by: number of nodes that share these cores; 1 on a real cluster,
+    cores: number of cores of the node. cores_shared_by: number of nodes that share the same cores; 1 on a real cluster,
     more if one machine emulates several nodes. threads: number of threads of a rank's computation. sum_bytes_per_s:
     bytes of float32 that one rank adds to other float32 values per second. code_bytes_per_s: bytes of float32 that one
     rank encodes or decodes per second. wire_bytes_per_s: encoded bytes that one core moves between a buffer and the
@@ -95,7 +94,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A number of nodes, and the number of ranks on each of them."""
+    """A number of nodes, and the number of ranks on each node."""
 
     nodes: int
     ranks_per_node: int
@@ -111,7 +110,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine of a prediction: its links and its nodes. All nodes are equal.
+    """The machine of a prediction: links and nodes. All nodes are equal.
 
     network: link of one node to all others. local: link between two ranks of a node.
     """
@@ -121,7 +120,7 @@ class Machine:
     node: Node
 
     def oversubscription(self, layout: Layout) -> float:
-        """Returns by which factor work of all ranks at once takes longer because there are more ranks than cores."""
+        """Returns the factor by which work of all ranks at once takes longer due to more ranks than cores."""
         if self.node.offloaded:
             return 1.0
         return max(
@@ -168,7 +167,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Parses numbers of nodes such as `1,2,8` or `1..4096`. Returns them ascending.
+    """Parses numbers of nodes such as `1,2,8` or `1..4096`. Returns the numbers, ascending.
 
     A range stands for its two ends and the powers of two between them. Raises UsageError for other texts.
     """

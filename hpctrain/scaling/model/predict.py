@@ -91,7 +91,7 @@ BINDS_FROM = 0.02  # a resource limits the step if the step would be shorter by 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Horovod's own fusion: every `cycle_s` seconds it joins the gradients that are ready, up to `num_bytes`."""
+    """Horovod's own fusion: every `cycle_s` seconds Horovod joins the gradients that are ready, up to `num_bytes`."""
 
     num_bytes: float
     cycle_s: float
@@ -207,7 +207,7 @@ def binding(scenario: Scenario, layout: Layout) -> tuple[str, float]:
     """Returns the resource that limits the step, and the share of the step that would be saved without this limit.
 
     Each resource is made infinitely fast in turn, and the step is predicted again; the resource that saves most is
-    returned. If none would save at least 2 %, the result is `computation` with a share of 0.
+    returned. If no resource would save at least 2 %, the result is `computation` with a share of 0.
     """
     before = step_seconds(scenario, layout).step_s
     saved = {

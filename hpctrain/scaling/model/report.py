@@ -35,8 +35,8 @@ LOCAL_STEPS = 4
 class Advice:
     """A change that makes steps shorter.
 
-    gain: samples/s with the change / samples/s without it, minus 1. costs: the disadvantage of the change, as text; ""
-    if there is none.
+    gain: samples/s with the change / samples/s without the change, minus 1. costs: the disadvantage of the change, as
+    text; "" if the change has no disadvantage.
     """
 
     change: str

@@ -31,9 +31,9 @@ class Workload:
     of everything else after the reduction. buckets: the gradients, in the order of their reduction. input_bytes: bytes
     that each rank reads per step. sigma: variation of a rank's time from step to step, see `slowest_factor`.
     busy_slowdown: time of computation if every core of the machine is busy, divided by the time if one core is busy.
-    overlap_slowdown: factor by which computation takes longer while reductions overlap with it, measured on a pair of
-    nodes. input_s: seconds that a step waits for its batch even if no other rank reads. checkpoint_s: seconds by which
-    saving lengthens a step, as the mean over all steps.
+    overlap_slowdown: factor by which computation takes longer while reductions run at the same time, measured on a pair
+    of nodes. input_s: seconds that a step waits for its batch even if no other rank reads. checkpoint_s: seconds by
+    which saving lengthens a step, as the mean over all steps.
     """
 
     forward_s: float
@@ -78,7 +78,7 @@ class Workload:
         )  # fmt: skip
 
     def with_bucket_bytes(self, bucket_bytes: float) -> Workload:
-        """Returns the workload with its gradients in buckets of `bucket_bytes`.
+        """Returns the workload with the gradients in buckets of `bucket_bytes`.
 
         Within a bucket of this workload, gradients are assumed to become ready at a constant rate.
         """
@@ -86,7 +86,7 @@ class Workload:
 
 
 def rebucketed(buckets: Sequence[ReadyBucket], *, bucket_bytes: float) -> tuple[ReadyBucket, ...]:
-    """Returns the gradients of `buckets`, in order, in buckets of `bucket_bytes`; the last one may be smaller."""
+    """Returns the gradients of `buckets`, in order, in buckets of `bucket_bytes`; the last bucket may be smaller."""
     ends: list[tuple[float, float]] = [(0.0, 0.0)]  # bytes so far, ready
     for bucket in buckets:
         ends.append((ends[-1][0] + bucket.num_bytes, max(ends[-1][1], bucket.ready)))
@@ -121,7 +121,7 @@ MAD_TO_SIGMA = 1.4826
 def slowest_factor(sigma: float, count: int) -> float:
     """Returns the expected largest of `count` lognormal factors, divided by the mean of one factor.
 
-    sigma: standard deviation of the factors' logarithm. Raises UsageError if it is negative.
+    sigma: standard deviation of the factors' logarithm. Raises UsageError if `sigma` is negative.
     """
     if sigma < 0:
         raise UsageError(f"the spread of the ranks' times is {sigma}: give at least 0")
@@ -181,7 +181,7 @@ class RunRecords:
 
 
 def read_workload(directory: Path) -> RunRecords:
-    """Reads a run directory of `hpctrain train`. Raises UsageError if it lacks what a prediction needs."""
+    """Reads a run directory of `hpctrain train`. Raises UsageError if the directory lacks what a prediction needs."""
     run = RunDirectory(directory)
     environment, records = run.environment(), list(run.all_records())
     steps = [_steps(of_rank) for of_rank in records]

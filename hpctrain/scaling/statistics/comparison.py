@@ -66,7 +66,7 @@ def paired_decrease(differences: NDArray[np.float64], *, seed: int = 0) -> Permu
 
     differences: shape (rounds, figures), the second value of a round minus the first.
 
-    All 2^rounds combinations of signs are evaluated if there are at most `ALL_UP_TO` of them; otherwise `DRAWS`
+    All 2^rounds combinations of signs are evaluated if there are at most `ALL_UP_TO` combinations; otherwise `DRAWS`
     combinations are drawn with `seed`. With five rounds no p-value is below 1/32.
     """
     rounds = len(differences)
@@ -90,7 +90,7 @@ def unpaired_decrease(
 
     first, second: shape (rounds, figures); the numbers of rounds may differ.
 
-    All divisions of the rounds into two groups are evaluated if there are at most `ALL_UP_TO` of them; otherwise
+    All divisions of the rounds into two groups are evaluated if there are at most `ALL_UP_TO` divisions; otherwise
     `DRAWS` divisions are drawn with `seed`. No p-value is below 1/252 with five rounds in each group, or below 1/20
     with three.
     """
@@ -147,8 +147,8 @@ class FigureComparison:
 
     Attributes:
         ratio: The ratio new / old, with its interval.
-        p_fell: The one-sided p-value of a decrease, adjusted for all figures.
-        p_rose: The one-sided p-value of an increase, adjusted for all figures.
+        p_fell: The one-sided p-value of a decrease, adjusted for the number of figures.
+        p_rose: The one-sided p-value of an increase, adjusted for the number of figures.
         noise: The relative standard deviation of one repeat.
         detectable: The relative decrease that a comparison with this noise and number of repeats finds in 95% of cases
             (normal theory, without the adjustment for several figures).

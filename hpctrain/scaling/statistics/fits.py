@@ -55,7 +55,7 @@ class ScalingLaw:
 
 
 def laws_of(mode: str) -> tuple[ScalingLaw, ...]:
-    """Returns the laws for `strong` or `weak` scaling, those with fewer parameters first.
+    """Returns the laws for `strong` or `weak` scaling; laws with fewer parameters come first.
 
     To fit another law, such as a model of the machine, call `fit_laws(..., laws=(*laws_of(mode), mine))`.
     """
@@ -129,11 +129,12 @@ class LawFit:
         aicc: Akaike's criterion, corrected for few values; lower is better, and only differences count; None if there
             are too few values.
         checked_by: The number of measured sizes minus the number of fitted parameters, including the rate of one rank.
-            If it is 0, the law passes through any measured means, so that its fit proves nothing.
+            If this number is 0, the law passes through any measured means, so that a good fit proves nothing.
         misfit_p: The probability that means are at least this far from the law, if the law holds (F test of the lack of
             fit against the spread of repeats); None if this cannot be tested.
         peak_ranks: The number of ranks with the highest rate; None if the rate grows without limit.
-        efficiency: The efficiency that the law gives for each measured number of ranks, relative to the smallest one.
+        efficiency: The efficiency that the law gives for each measured number of ranks, relative to the smallest number
+            of ranks.
         predicted: The efficiency that the law gives for 2 and 4 times the largest measured number of ranks.
     """
 
@@ -184,8 +185,8 @@ def fit_laws(
     Args:
         rates: For each number of ranks, the samples/s of every repeat.
         mode: `strong` or `weak`.
-        laws: The laws to fit; None: those of the mode. A law is left out if it has more parameters, including the rate
-            of one rank, than there are numbers of ranks.
+        laws: The laws to fit; None: all laws for the mode. A law is left out if it has more parameters, including the
+            rate of one rank, than there are numbers of ranks.
         level: The confidence level of the intervals.
 
     Raises ValueError if there is no rate.

@@ -2,7 +2,7 @@
 
 Rates are compared by their logarithms. Noise multiplies a rate, so that logarithms are closer to a normal distribution;
 and the interval of an inverse ratio is the inverse of the ratio's interval. The intervals are Student's t intervals.
-The bootstrap is not used, since resampling three repeats can only return mixtures of these three.
+The bootstrap is not used, since resampling three repeats can only return mixtures of the three values.
 """
 
 from __future__ import annotations

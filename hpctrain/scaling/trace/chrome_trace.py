@@ -47,7 +47,7 @@ class RankTrace:
 def read_traces(directory: Path) -> list[RankTrace]:
     """Returns the traces of all ranks of the run in `directory`, for every range of steps.
 
-    Raises UsageError if there is no trace or it cannot be read.
+    Raises UsageError if there is no trace, or if a trace cannot be read.
     """
     folders = sorted((directory / TRACE_FOLDER).glob("step-*"))
     found = [trace for folder in folders for trace in _read_range(folder)]
@@ -111,8 +111,8 @@ def chrome_trace(
     """Returns one trace with a process per rank. A process has a row for its main thread and one per bucket in flight.
 
     Times are in microseconds since the first span; there must be at least one span. horovod: events of Horovod's
-    timeline, with times in microseconds since 1970. Of these, the trace has the events between the first and the last
-    span, and those up to `until_margin_s` before and after.
+    timeline, with times in microseconds since 1970. The result has those Horovod events that are between the first and
+    the last span, or at most `until_margin_s` seconds before or after.
     """
     spans = [span for trace in traces for span in trace.spans]
     zero_s = min(span.begin_s for span in spans)

@@ -2,7 +2,7 @@
 
 Source: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989. The other clock is assumed to
 be read halfway through a round trip; the error is at most half the duration of the trip. Of several trips, the shortest
-one has the smallest error.
+trip has the smallest error.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Scope(enum.Enum):
     """The processes that expose a metric.
 
     RUN: rank 0 only, since the metric describes the whole run. RANK: the first rank of each node, if this rank records
-    its steps; the label `rank` is the number of that rank.
+    its steps; the label `rank` is the index of this rank.
     """
 
     RUN = "run"

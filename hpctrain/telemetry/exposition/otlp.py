@@ -25,9 +25,9 @@ class OtlpSink:
     environment variables of OpenTelemetry's exporter apply, so that secret keys need not be in a recipe. resource:
     attributes of this process.
 
-    If the collector does not accept the metrics, one warning is printed. No count is lost until it accepts them again,
-    since counters are sums since the start of the process. Raises ImportError if OpenTelemetry's packages are not
-    installed.
+    If the collector does not accept the metrics, one warning is printed. No count is lost until the collector accepts
+    metrics again, since counters are sums since the start of the process. Raises ImportError if OpenTelemetry's
+    packages are not installed.
     """
 
     name = "OpenTelemetry export"

@@ -1,4 +1,4 @@
-"""Exposes metrics to Prometheus: over an HTTP endpoint that it scrapes, or in a text file that node exporter reads."""
+"""Exposes metrics to Prometheus: over an HTTP endpoint for Prometheus, or in a text file for node exporter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def missing_prometheus_client() -> str | None:
 class PrometheusEndpoint:
     """A sink that exposes `metrics` at `http://address:port/metrics`, from its own threads.
 
-    port: 0 chooses a free port. Raises OSError if the port is in use, or if `address` is not one of this machine.
+    port: 0 chooses a free port. Raises OSError if the port is in use, or if `address` is not an address of this
+    machine.
     """
 
     name = "Prometheus endpoint"
@@ -58,8 +59,8 @@ class PrometheusTextFile:
     """A sink that replaces the file `path` with all metrics every `every_s` seconds, on its own thread.
 
     Every series has the labels `labels`, so that node exporter can merge the files of several runs. The file is removed
-    at the end, since node exporter would otherwise show the values of a dead run for ever. Raises OSError if it cannot
-    be written.
+    at the end, since node exporter would otherwise show the values of a dead run for ever. Raises OSError if the file
+    cannot be written.
     """
 
     name = "Prometheus text file"

@@ -67,7 +67,8 @@ class RunMetrics:
     Args:
         rank: The rank of this process; metrics of the whole run are exposed on rank 0 only.
         given: Values that are known before training.
-        probes: Functions by the name of a metric. Each returns the value of its metric when that value is requested.
+        probes: For each metric whose value is computed only on request: its name, and a function that returns the
+            value.
     """
 
     def __init__(
@@ -257,6 +258,6 @@ _ABSENT_AT_FIRST = frozenset({"hpctrain_device_compute_seconds_total"})
 def stop_reason(text: str) -> str:
     """Returns the label `signal` or `time_limit` for a stop.
 
-    text: the field `reason` of a record `stopped`, which has the names of signals or names a limit.
+    text: the field `reason` of a record `stopped`, which contains the names of signals or names a time limit.
     """
     return "signal" if text.startswith("SIG") else "time_limit"

@@ -1,4 +1,4 @@
-"""Decides when the training state is saved, saves it, and records and prints what it cost."""
+"""Decides when the training state is saved, saves the state, and records and prints what the save cost."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ from hpctrain.resilience import RecentTimes
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train.loop.settings import CheckpointPolicy
 
+# The shortest time between two looks at the clock and for requests: a short step needs no new answer.
+_VOTES_EVERY_S = 0.05
+
 
 def with_quality(state: State, *, quality: Mapping[str, float], step: int | None) -> State:
     """Returns `state` with the metrics of the newest evaluation in its document.
 
-    The best checkpoint is chosen by these metrics. NaN and infinities are left out, since JSON does not have them. A
+    The best checkpoint is chosen by these metrics. NaN and infinities are left out, since JSON cannot represent them. A
     checkpoint without the metric is never the best.
 
     quality: the metrics by name.
@@ -47,10 +50,10 @@ def with_quality(state: State, *, quality: Mapping[str, float], step: int | None
 
 @final
 class Checkpointing:
-    """Saves the checkpoints of a run. A context manager: on exit, it completes the save in flight.
+    """Saves the checkpoints of a run. A context manager: on exit, the save in flight is completed.
 
-    It does so also after an agreed error, an error that all ranks raise. The ranks decide together through the sums of
-    a step: each rank contributes `votes`, and `after_step` reads the sums.
+    The save is also completed after an agreed error, which is an error that all ranks raise. The ranks decide together
+    through the sums of a step: each rank contributes `votes`, and `after_step` reads the sums.
 
     Args:
         policy: When and where to save.
@@ -58,7 +61,7 @@ class Checkpointing:
         clock: The clock to which two times are added: the time for which a save blocks training, and as `own_write` the
             time in which this rank wrote its part of a committed checkpoint.
         requests: The user's requests to save now.
-        saved_step: The step whose state is already on disk; None if there is none.
+        saved_step: The step whose state is already on disk; None if no state is on disk.
         begin: A function that starts a save, as `Saver` takes it; None: saves go into the policy's directory.
 
     Attributes:
@@ -85,6 +88,7 @@ class Checkpointing:
         self._requests = requests
         self._saved_step = saved_step
         self._last_save_s = time.monotonic()
+        self._next_vote_s = 0.0
         self._costs = Costs()
         self._noted: set[str] = set()  # notes that have been printed; each is printed once
         self.num_committed = 0
@@ -105,12 +109,16 @@ class Checkpointing:
 
         The names are the same on every rank.
         """
-        by_time = (
-            self._comm.rank == 0
-            and not self._saver.would_skip
-            and self._policy.due_by_time(time.monotonic() - self._last_save_s, advice=self._advice())
-        )
-        votes = {"save": float(by_time), "save_asked": float(self._requests.asked())}
+        votes = {"save": 0.0, "save_asked": 0.0}
+        now_s = time.monotonic()
+        if now_s >= self._next_vote_s:
+            self._next_vote_s = now_s + _VOTES_EVERY_S
+            by_time = (
+                self._comm.rank == 0
+                and not self._saver.would_skip
+                and self._policy.due_by_time(now_s - self._last_save_s, advice=self._advice())
+            )
+            votes = {"save": float(by_time), "save_asked": float(self._requests.asked())}
         if self._saver.in_flight_step is not None:
             votes["saved"] = float(self._saver.ready())
         return votes
@@ -139,7 +147,7 @@ class Checkpointing:
         return True
 
     def num_saves_until_stop(self, step: int) -> int:
-        """Returns the number of saves for which the run must wait if it makes one step after `step` and then stops."""
+        """Returns the number of saves for which the run must wait if it stops one step after `step`."""
         return 1 + (self._saver.in_flight_step is not None) + self._policy.due_by_step(step)
 
     def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:
@@ -173,7 +181,7 @@ class Checkpointing:
                 raise
 
     def verify_newest(self) -> None:
-        """Reads the newest checkpoint back. Raises CheckpointError on every rank if it is damaged. Collective."""
+        """Reads the newest checkpoint back. Raises CheckpointError on every rank if the file is damaged. Collective."""
         if self._newest is None:
             return
         with in_section(self._comm, Section.LOAD):

@@ -75,7 +75,7 @@ def evaluate(
     result is the same on every rank.
 
     Raises UsageError on every rank if only some metrics come with weights. Raises DataError if there are no samples, if
-    all have weight 0, or if the model is split and a rank has no samples in the first batch.
+    all samples have weight 0, or if the model is split and a rank has no samples in the first batch.
 
     max_samples: the evaluation ends after the first batches that together have at least so many samples, over all
     ranks. The same on every rank. None: all samples.

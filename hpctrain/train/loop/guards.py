@@ -142,9 +142,9 @@ class MemoryGuard:
     """Holds the number of micro-batches per step, and doubles it after a rank has run out of memory.
 
     The ranks agree through the sums of a step: each rank contributes `votes`, and `ran_out` reads the sums. A rank that
-    has run out of memory still takes part in all reductions of the step, with the gradients that it has. No rank uses
-    the results of these reductions (see `accepts` of `DistributedOptimizer.step`), so buckets that ranks have already
-    sent do no harm.
+    has run out of memory still takes part in all reductions of the step, with the gradients that exist by then. No rank
+    uses the results of these reductions (see `accepts` of `DistributedOptimizer.step`), so buckets that ranks have
+    already sent do no harm.
 
     Args:
         directory: The run directory.
@@ -154,7 +154,7 @@ class MemoryGuard:
         largest: The result of `largest_micro_batch`.
         short_attempt: The number of the previous attempt of `hpctrain supervise`, if that attempt ended out of memory;
             None otherwise. Usually the kernel has then killed a rank before the number of micro-batches could be
-            doubled. So the constructor doubles it, and is then collective.
+            doubled. So the constructor doubles this number, and is then collective.
         say: A function that prints a line for the user, on rank 0.
     """
 
@@ -205,7 +205,7 @@ class MemoryGuard:
 
     @property
     def is_short(self) -> bool:
-        """True if this rank's last `attempt` ran out of memory."""
+        """True if this rank ran out of memory in the last call of `attempt`."""
         return self._shortage is not None
 
     def attempt(self, compute: Callable[[int], float]) -> float:
@@ -258,7 +258,7 @@ class MemoryGuard:
     def divide(self, step: int) -> None:
         """Doubles the number of micro-batches. Collective; call it after `ran_out` has returned True.
 
-        Raises OutOfMemory on every rank if the micro-batches have only one sample.
+        Raises OutOfMemory on every rank if the micro-batches have only one sample each.
         """
         who, asked = self._who()
         if self.largest == 1:
@@ -327,15 +327,15 @@ RollBack = Callable[[Callable[[list[int]], int | None]], Resumed | None]
 
 @final
 class Guards:
-    """The guards of a run. They decide by sums over the ranks, so that the decisions are the same on every rank.
+    """The guards of a run. Decisions follow from sums over the ranks, so that they are the same on every rank.
 
     Args:
         divergence: The guard against divergence.
         memory: The guard against lack of memory.
         balance: The comparison of the ranks' shares of the data.
         roll_back: A function that restores an older state.
-        skips_data: True: a run that is rolled back continues after the data on which it diverged. False: it repeats the
-            data since the checkpoint.
+        skips_data: True: a run that is rolled back continues after the data on which it diverged. False: the run
+            repeats the data since the checkpoint.
         say: A function that prints a line for the user, on rank 0.
     """
 
@@ -393,7 +393,7 @@ class Guards:
     def may_save(self) -> bool:
         """False while steps are being dropped.
 
-        The state may then be bad, and saving it might delete the last good checkpoint.
+        The state may then be bad, and a save of a bad state might delete the last good checkpoint.
         """
         return self.divergence.skipped_in_row == 0
 

@@ -1,4 +1,4 @@
-"""Writes the records of a run, one per step, and prints its progress line. Does not communicate."""
+"""Writes the records of a run, one per step, and prints the run's progress line. Does not communicate."""
 
 from __future__ import annotations
 
@@ -171,11 +171,11 @@ BUCKETS_EVERY_STEPS = 100
 
 @final
 class RunRecorder:
-    """Records a run on one rank. A context manager: inside its block the energy meter is read.
+    """Records a run on one rank. A context manager: inside the `with` block the energy meter is read.
 
     Args:
-        world: The communicator; its messages about a rank that hangs name the step that this object sets.
-        counts_samples: False on a rank whose samples another rank counts; its records then count 0 samples.
+        world: The communicator. Its messages about a rank that hangs name the current step, which this recorder sets.
+        counts_samples: False on a rank whose samples another rank counts; the rank's own records then count 0 samples.
         meter: The energy meter of this node; None on ranks that do not read it.
 
     Attributes:

@@ -13,7 +13,7 @@ from hpctrain.train.state.training_state import Position
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointPolicy:
-    """When and where a training is saved. It is always saved at its end, and when it is asked to stop.
+    """When and where a training is saved. A training is always saved at its end, and when it is asked to stop.
 
     Attributes:
         directory: The folder of the checkpoints.
@@ -21,10 +21,10 @@ class CheckpointPolicy:
         every_minutes: The number of minutes between saves; None: no saves by time.
         by_advice: True to save at the interval that loses the least time. This interval is computed from the measured
             cost of a save and from `failures_per_day`.
-        failures_per_day: The expected number of failures of the whole job per day. If it is given, the interval that
-            loses the least time is printed.
+        failures_per_day: The expected number of failures of the whole job per day. If given, the interval that loses
+            the least time is printed.
         mode: Whether training waits for a save, or the save runs in the background.
-        when_busy: What happens if a save is due while another one is in flight.
+        when_busy: What happens if a save is due while another save is in flight.
         options: The options of each save.
     """
 

@@ -36,8 +36,8 @@ class EarlyEnd:
     Args:
         request: The request to stop that this rank has received by a signal, if any.
         plan: The estimate of the time that a stop takes.
-        clock: The clock of the time limit. Only one rank has it, so that differences between the ranks' clocks do not
-            matter; None on all other ranks.
+        clock: The clock of the time limit. Only one rank has a clock, so that differences between the ranks' clocks do
+            not matter; None on all other ranks.
         say: A function that prints a line for the user, on rank 0.
     """
 

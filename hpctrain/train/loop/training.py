@@ -84,8 +84,8 @@ class SectionTimes:
         """Stores this rank's times of a step.
 
         seconds: the seconds of the step, by name.
-        is_usual: False if the duration of the step does not predict that of later steps, as that of the first step,
-        which compiles and fills caches. The same on every rank.
+        is_usual: False if the duration of the step does not predict the duration of later steps. An example is the
+        first step, which compiles and fills caches. The same on every rank.
         """
         if is_usual:
             self._mine[Section.STEP] = seconds["step"] - seconds["checkpoint"] - seconds["evaluation"]
@@ -129,7 +129,7 @@ class SectionTimes:
 def read_slowest(directory: Path) -> dict[str, float]:
     """Returns the slowest time of each section, in seconds, that earlier attempts have recorded in a run directory.
 
-    Returns {} if there are none.
+    Returns {} if no times are recorded.
     """
     try:
         sections = json.loads((directory / LIMITS_FILE).read_text(encoding="utf-8"))["sections"]
@@ -143,7 +143,7 @@ def read_slowest(directory: Path) -> dict[str, float]:
 
 @final
 class Training:
-    """Trains until the last step, or until it has to stop. All methods are collective, except `totals`.
+    """Trains until the last step, or until the run has to stop. All methods are collective, except `totals`.
 
     Args:
         runner: The runner that computes losses and gradients with the model of `state`.
@@ -153,7 +153,7 @@ class Training:
         identity: The data and order in which a position is valid; see `data_identity`.
         stopping: The object that decides when to stop early.
         guards: The guards against divergence, lack of memory and unequal shares of the data.
-        stragglers: The watch that compares the speeds of the ranks; None: they are not compared.
+        stragglers: The watch that compares the speeds of the ranks; None: speeds are not compared.
         efficiency: The watch that adds up how the ranks spend their time.
         trace: The tracer of chosen steps.
         times: The measurement of sections, from which the time limits of waits are derived.

@@ -1,1 +1,1 @@
-"""The state of a training: what must be saved so that a resumed run computes the same bits, and how it is restored."""
+"""The state of a training: what must be saved so that a resumed run computes the same bits; saving and restoring."""

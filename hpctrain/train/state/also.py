@@ -67,8 +67,8 @@ Stateful: TypeAlias = HasStateDict | torch.Generator
 def check_also(also: Mapping[str, Stateful | None]) -> None:
     """Raises an error if `also` cannot be saved. Not collective.
 
-    Raises UsageError for an invalid name or object. Raises CheckpointError for a state that cannot be stored; it names
-    the place in the state and the type.
+    Raises UsageError for an invalid name or object. Raises CheckpointError for a state that cannot be stored; the
+    message names the place in the state and the type.
 
     also: the user's objects by name; None in place of an object that is not saved.
     """
@@ -87,8 +87,8 @@ def check_also(also: Mapping[str, Stateful | None]) -> None:
 def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], list[Item]]:
     """Returns the objects' states as JSON values by name, and their tensors as items named `also/NAME/KEY::KEY`.
 
-    The tensors must be the same on every rank. The buffers of modules may differ: those of rank 0 are saved. Raises
-    CheckpointError for a state that cannot be stored.
+    The tensors must be the same on every rank. The buffers of modules may differ: the buffers of rank 0 are saved.
+    Raises CheckpointError for a state that cannot be stored.
     """
     document: dict[str, Any] = {}
     items: list[Item] = []

@@ -24,11 +24,11 @@ class Ema:
     """The exponential moving averages of a model's parameters. Does not communicate.
 
     At each update, average = decay * average + (1 - decay) * parameter; the first update copies the parameters. Each
-    rank averages the parameters that it holds: whole tensors, or its parts of them (FSDP2, split layers, pipeline
+    rank averages the parameters that the rank holds: whole tensors, or parts of tensors (FSDP2, split layers, pipeline
     stages). Averages have the dtypes of the parameters, but float32 for half-precision parameters, since bfloat16 would
     round small changes away. Buffers are not averaged: the averaged model has the buffers of the model.
 
-    Create it after `parallelize`. In a training loop of your own, create it after the updater too.
+    Create the `Ema` after `parallelize`. In a training loop of your own, create it after the updater too.
 
     Args:
         model: The model.
@@ -77,7 +77,9 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Gives the model its averages as parameters inside the `with` block, for evaluation. Every rank must enter it.
+        """Gives the model the averages as parameters inside the `with` block, for evaluation.
+
+        Every rank must enter the block.
 
         Before the first update the model keeps its parameters. Do not train inside the block. Evaluate a model with
         sharded parameters under `torch.no_grad()`.

@@ -1,4 +1,4 @@
-"""Captures the state of an optimizer under the names of its parameters for a checkpoint, and restores it."""
+"""Captures the state of an optimizer, under the names of its parameters, for a checkpoint. Restores such a state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_elsewhere(model: torch.nn.Module, name: str) -> bool:
 
 
 def nothing_of_other_stages(model: torch.nn.Module, checkpoint: Checkpoint) -> Regions:
-    """Returns an empty box for each tensor of the checkpoint that belongs only to stages of other ranks, by name."""
+    """Returns an empty box (offset, shape) for each tensor that belongs only to stages of other ranks, by name."""
     return {
         name: ((0,) * len(stored.shape), (0,) * len(stored.shape))
         for name, stored in checkpoint.tensors.items()
@@ -98,7 +98,7 @@ def parameters_outside(
 ) -> dict[str, torch.nn.Parameter]:
     """Returns the optimizer's parameters that are not in the model, by their names in a checkpoint.
 
-    If the optimizer was made from named parameters, its names are used. Otherwise a name consists of the indices of
+    If the optimizer was made from named parameters, these names are used. Otherwise a name consists of the indices of
     the group and of the parameter in the group, such as `outside/0.2`.
     """
     own = set(map(id, model.parameters()))
@@ -182,8 +182,8 @@ class OptimizerState:
     def state_dict(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Returns the saved state in the layout that `Optimizer.load_state_dict` takes, where parameters are numbered.
 
-        Raises CheckpointError if the state is of another optimizer, and KeyError, TypeError or ValueError if it is not
-        valid.
+        Raises CheckpointError if the state is of another optimizer, and KeyError, TypeError or ValueError if the state
+        is not valid.
 
         saved: the optimizer's entry of the checkpoint's document.
         tensors: the tensors of the checkpoint that this rank needs, by name.
@@ -239,7 +239,7 @@ class OptimizerState:
         """Loads a result of `state_dict`. Types and dtypes of the state stay as saved.
 
         If an option is a tensor, the new value is written into that tensor, since compiled steps and schedulers may
-        refer to it.
+        refer to the tensor.
         """
         before = [dict(group) for group in self.optimizer.param_groups]
         # Copied: an optimizer may keep what it is given.

@@ -31,8 +31,8 @@ def seed_generators(seed: int) -> None:
 def capture_generators(device: torch.device) -> dict[str, torch.Tensor]:
     """Returns the states of this rank's random generators as 1-d integer tensors, of the same shapes on every rank.
 
-    device: the run's device. If it is a GPU, the state of its generator is included. If it is the CPU, no state of a
-    GPU is included, even if this rank has a GPU: otherwise the ranks would save different sets of tensors if only some
+    device: the run's device. For a GPU, the state of the GPU's generator is included. For the CPU, no state of a GPU is
+    included, even if this rank has a GPU: otherwise the ranks would save different sets of tensors if only some
     machines have GPUs.
     """
     twister: dict[str, Any] = np.random.get_state(legacy=False)

@@ -97,16 +97,16 @@ class TrainingState:
 
     The learning rate is not part of the state, since it is a function of the step. Random generators are restored
     exactly if the number of ranks is the same as in the saved run. Otherwise each rank seeds its generators from the
-    run's seed, the step and its rank. Of the model's buffers (running statistics), only those of rank 0 are saved: if
-    forward in training reads buffers that differ between ranks, a resumed run is not bit-identical.
+    run's seed, the step and the rank's index. Of the model's buffers (running statistics), only the buffers of rank 0
+    are saved: if forward in training reads buffers that differ between ranks, a resumed run is not bit-identical.
 
     Attributes:
-        drawing: The axis along which ranks draw different random numbers; ranks with the same index on it draw the same
-            numbers. None: every rank draws its own numbers.
+        drawing: The axis along which ranks draw different random numbers; ranks with the same index on this axis draw
+            the same numbers. None: every rank draws its own numbers.
         outside: The optimizer's parameters that are not in the model; see `OptimizerState`.
         made_with: The optimizer's options when the run began; see `OptimizerState`.
         also: The user's objects, by name.
-        ema: The moving averages of the parameters; None if there are none.
+        ema: The moving averages of the parameters; None if the run does not average parameters.
     """
 
     model: torch.nn.Module
@@ -130,7 +130,7 @@ class TrainingState:
         """Returns the state as named global tensors and a JSON document. Not collective.
 
         identity: properties of the data and their order, which `restore` compares; see `data_identity`.
-        parent: step and id of the checkpoint from which the run resumed; None if it did not.
+        parent: step and id of the checkpoint from which the run resumed; None for a run that did not resume.
         """
         items: list[Item] = model_items(self.model, prefix="model/")
         optimizer, found = self._optimizer.capture()
@@ -164,7 +164,7 @@ class TrainingState:
         return State(items=items, document=document, parent=parent)
 
     def regions(self, checkpoint: Checkpoint, *, rank: int) -> Regions:
-        """Returns the parts of the checkpoint's tensors that `restore` needs on this rank, as boxes. Collective.
+        """Returns the boxes (offset, shape) of the checkpoint's tensors that `restore` needs on this rank. Collective.
 
         Tensors that this rank needs as a whole are left out.
         """
@@ -313,7 +313,7 @@ class TrainingState:
         if self.ema is None or "ema" not in document:
             return {}
         if not isinstance(document["ema"]["num_updates"], int):
-            raise ValueError("the number of updates of its averages is not an integer")
+            raise ValueError("the number of updates of the moving averages (EMA) is not an integer")
         saved = _under(_EMA, tensors)
         check_state(saved, self.ema.tensors(), where=f"{where} holds averages of another model")
         return saved
@@ -343,9 +343,9 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, shape)
 
 
 def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
-    """Returns, for each generator state in the checkpoint, the box of row `rank`, the only row that this rank reads.
+    """Returns, per generator state in the checkpoint, the box (offset, shape) of row `rank`, which this rank reads.
 
-    If the checkpoint was saved on fewer ranks, there is no such row: then the last row is read, and not used.
+    If the checkpoint was saved on fewer ranks, there is no such row. In this case the last row is read, and not used.
     """
     return {
         name: [_rows_of(stored.shape, min(rank, stored.shape[0] - 1), min(rank, stored.shape[0] - 1) + 1)]
@@ -468,8 +468,8 @@ class Resumed:
         path: The checkpoint that was loaded; None if the run starts at step 0.
         parent: Step and id of the loaded checkpoint.
         divergence: The state of `hpctrain.resilience.Divergence` in the loaded checkpoint.
-        loss_unit: The unit of the loss weights in the loaded checkpoint; None if losses are weighted by numbers of
-            samples (see `hpctrain.train.task.loss_weights`).
+        loss_unit: The number by which the loaded run divided the task's loss weights (`LossWeights.unit`); None if
+            losses are weighted by numbers of samples.
     """
 
     position: Position
@@ -487,8 +487,8 @@ def resume(
     From a folder, the newest good checkpoint is loaded; newer checkpoints that are damaged are reported. Raises
     CheckpointError on every rank if no checkpoint can be restored.
 
-    named: True if the user has named this source; it is then an error if the folder has no checkpoint. False: the run
-    then starts at step 0.
+    named: what happens if the folder has no checkpoint. True (the user has named this source): CheckpointError is
+    raised. False: the run starts at step 0.
     """
     regions = partial(state.regions, rank=comm.rank)
     if on_rank_0(comm, lambda: is_checkpoint(source)):

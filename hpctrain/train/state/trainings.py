@@ -27,7 +27,8 @@ from hpctrain.train.state.training_state import Position, TrainingState, resume
 def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
     """Returns the properties of the data and their order for which a position in the data is valid.
 
-    A checkpoint stores these properties, and `TrainingState.restore` compares them with those of the resumed run.
+    A checkpoint stores these properties, and `TrainingState.restore` compares them with the properties in the resumed
+    run.
 
     fingerprint: the fingerprint of the dataset's content. None for a dataset without a manifest; the number of samples
     is then used instead.
@@ -72,8 +73,8 @@ class TrainingParts:
     def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
         """Returns the `TrainingParts` for an updater that is about to be made.
 
-        Raises UsageError if no checkpoint can hold the model or the optimizer's options. Raises it also if the model is
-        split over the ranks and does not contain all of the optimizer's parameters.
+        Raises UsageError if no checkpoint can hold the model or the optimizer's options. Also raises UsageError if the
+        model is split over the ranks and does not contain all of the optimizer's parameters.
         """
         outside = parameters_outside(model, optimizer)
         if outside and (is_sharded(model) or pipeline_of(model) is not None):
@@ -122,8 +123,8 @@ class Trainings:
     def parts_for(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingParts:
         """Returns the `TrainingParts` for an updater that is about to be made.
 
-        Raises UsageError as `TrainingParts.of` does. Raises it also if another updater that is not closed trains some
-        of the parameters, since both updaters would sum their gradients.
+        Raises UsageError as `TrainingParts.of` does. Also raises UsageError if another updater that is not closed
+        trains some of the parameters, since both updaters would sum the gradients of these parameters.
         """
         parts = TrainingParts.of(model, optimizer)
         both = {

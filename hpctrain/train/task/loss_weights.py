@@ -22,20 +22,21 @@ class LossWeights:
     """The weights of a task's losses on this rank: weights that the task gives, or numbers of samples.
 
     A task gives weights if it has a method `weight`, or if its `loss` returns a pair (loss, weight). In the first step
-    the ranks exchange whether the task gives weights, since a rank without samples cannot know. They also agree on a
-    unit, by which all weights are divided. With it, gradients have about the same size as if losses were weighted by
-    numbers of samples; this matters for float16. The unit is a power of two, so that the division does not round.
+    the ranks exchange whether the task gives weights, since a rank without samples cannot know. The ranks also agree on
+    a unit: a number by which all weights are divided. After this division, gradients have about the same size as if
+    losses were weighted by numbers of samples; this matters for float16. The unit is a power of two, so that the
+    division does not round.
 
-    With `every_step` the ranks agree on a unit in each step, so that the weights add up to about 1 over the ranks. They
-    add up to exactly 1 if the task has a method `weight`, or if a step has one micro-batch. Error feedback needs this:
-    the part of the gradients that is not sent in a step is added to the gradients of the next step, and both are then
-    divided by the sum of weights of the next step.
+    With `every_step` the ranks agree on a unit in each step, so that the weights add up to about 1 over the ranks. The
+    weights add up to exactly 1 if the task has a method `weight`, or if a step has one micro-batch. Error feedback
+    needs this: the part of the gradients that is not sent in a step is added to the gradients of the next step, and
+    both are then divided by the sum of weights of the next step.
 
     Args:
         task: The task.
         comm: The communicator of all ranks; None: there is one rank.
         counts: False on a rank whose samples another rank counts.
-        unit: The unit of an earlier start of this run; None: the ranks choose it.
+        unit: The unit of an earlier start of this run; None: the ranks choose a unit.
         every_step: True to agree on a unit in each step.
     """
 
@@ -69,7 +70,7 @@ class LossWeights:
 
     @property
     def unit(self) -> float | None:
-        """The unit, for a checkpoint; None if losses are weighted by numbers of samples.
+        """The number by which weights are divided, for a checkpoint; None if losses are weighted by numbers of samples.
 
         A weight of one unit counts as much as one sample.
         """
@@ -77,7 +78,7 @@ class LossWeights:
 
     @property
     def total(self) -> float | None:
-        """The sum of this rank's weights in the last step, divided by the unit and by the samples of the global batch.
+        """The sum of this rank's weights in the last step, divided by `unit` and by the samples of the global batch.
 
         0 if another rank counts the samples of this rank; None if losses are weighted by numbers of samples.
         """
@@ -98,7 +99,7 @@ class LossWeights:
         self._agree(given=self._given)
 
     def of_fields(self, part: Batch) -> float:
-        """Returns the weight of a micro-batch from the task's method `weight`. Raises UsageError if it is invalid."""
+        """Returns the weight of a micro-batch from the task's method `weight`. Raises UsageError for a wrong weight."""
         assert self._method is not None
         if part.num_samples == 0:
             return 0.0
@@ -130,8 +131,8 @@ class LossWeights:
 
         returned: the result of the task's `loss` for `part`.
         part: the micro-batch, which has samples.
-        agrees: False if other ranks cannot take part in an agreement at this point. The unit is then 1 unless it is
-        known, and the ranks agree in `end_step`.
+        agrees: False if other ranks cannot take part in an agreement at this point. If the unit is not known yet, it is
+        then 1, and the ranks agree in `end_step`.
         """
         loss, weight, error = returned, 0.0, None
         given = self._given
@@ -228,7 +229,10 @@ def metrics_and_weight(
 
 
 class OutputsOf:
-    """Collects the outputs of a model, for a loss of weight 0 whose backward must run because it is collective."""
+    """Collects the outputs of a model, for a loss of weight 0.
+
+    Backward of this loss must run too, because backward is collective.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -250,8 +254,8 @@ class OutputsOf:
     def zero(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns a loss of 0 whose graph contains the outputs.
 
-        `loss` times 0 would not do: the mean over no values is NaN, and so is its gradient, even times 0. Only without
-        outputs, returns `loss` times 0, with NaN replaced by 0.
+        `loss` times 0 would not do: the mean over no values is NaN, and so is the gradient of this mean, even times 0.
+        Only if there are no outputs, the result is `loss` times 0, with NaN replaced by 0.
         """
         if not self._outputs:
             return torch.nan_to_num(loss) * 0.0
@@ -263,7 +267,7 @@ def _has_graph(leaf: Any) -> bool:
 
 
 def loss_and_weight(returned: Any) -> tuple[torch.Tensor, float | None]:
-    """Splits the result of a task's `loss` into loss and weight; the weight is None if the result has none.
+    """Splits the result of a task's `loss` into loss and weight; the weight is None if the result is only a loss.
 
     Raises UsageError for any other result.
     """
@@ -311,7 +315,7 @@ LOSS_WEIGHT = "loss_weight"
 
 
 def with_mean_loss(sums: Mapping[str, float]) -> dict[str, float]:
-    """Returns the sums of a step, with the weighted mean of the losses in place of their sum under "loss".
+    """Returns the sums of a step. Under "loss", the weighted mean of the losses replaces the sum of the losses.
 
     The mean is 0 if all weights are 0.
     """

@@ -29,11 +29,11 @@ class PipelineRunner:
 
     Args:
         rows: The number of samples per micro-batch. A smaller micro-batch is padded, so that all micro-batches have the
-            same shape; its loss covers only its real samples.
+            same shape; the loss covers only real samples.
         scaled: A function that multiplies a loss by its weight, as `SplitModelUpdater.scaled` does.
         dtype, autocast, counts_samples, comm, loss_unit: See `TaskRunner`.
-        units_every_step: See `TaskRunner`. It is used only if the task has a method `weight`: weights that the task's
-            `loss` returns become known only while the schedule of the pipeline runs.
+        units_every_step: See `TaskRunner`. Used only if the task has a method `weight`: weights that the task's `loss`
+            returns become known only while the schedule of the pipeline runs.
     """
 
     device_s = 0.0

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run needs no saved state for it."""
+"""The learning rate as a function of the step alone, so that no state of the schedule needs to be saved."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def scaled_lr(lr: float, *, scaling: str, global_batch: int, reference_batch: in
 def set_lr(group: dict[str, Any], lr: float) -> None:
     """Sets the learning rate of a parameter group.
 
-    If the learning rate is a tensor, the tensor is changed in place, since compiled steps refer to it.
+    If the learning rate is a tensor, the tensor is changed in place, since compiled steps refer to this tensor.
     """
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(lr)

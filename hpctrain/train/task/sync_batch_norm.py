@@ -199,7 +199,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def convert_sync_batch_norm(model: torch.nn.Module, comm: Collective) -> torch.nn.Module:
-    """Replaces every batch normalisation layer in `model` by one over the ranks of `comm`. Not collective.
+    """Replaces every batch normalisation layer in `model` by a layer over the ranks of `comm`. Not collective.
 
     Layers are replaced in place and keep their parameters, buffers and names. Returns `model`, or a new layer if
     `model` itself is a batch normalisation layer. Raises UsageError for a lazy layer that is not initialised.

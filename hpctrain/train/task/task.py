@@ -102,15 +102,15 @@ class Task(Protocol):
         """
 
     def loss(self, model: torch.nn.Module, fields: Fields) -> torch.Tensor | tuple[torch.Tensor, Weight]:
-        """Returns the mean loss over the samples. The run weights it by the number of samples.
+        """Returns the mean loss over the samples. The run weights the loss by the number of samples.
 
         If the loss is a mean over something else, such as tokens that are not padding, the method must return the loss
         with its weight in every call. The loss of a step is then sum(weight x loss) / sum(weight) over all
         micro-batches and ranks. The weight gets no gradient; a loss of weight 0 is ignored and may be NaN.
 
-        The method may have a parameter `valid`, bool of shape (num_samples,). It then gets all samples of a padded
-        batch (data.last_batch = "pad"), and the mean must be over the valid samples. Without this parameter it gets
-        only the valid samples.
+        The method may have a parameter `valid`, bool of shape (num_samples,). The method then gets all samples of a
+        padded batch (data.last_batch = "pad"), and the mean must be over the valid samples. Without this parameter the
+        method gets only the valid samples.
 
         Args:
             model: The model.
@@ -131,8 +131,8 @@ class Task(Protocol):
             fields: The samples of this rank.
 
         Returns:
-            Values by name, with the same names in every call. If they are means over something else than samples, a
-                pair (metrics, weight), in every call.
+            Values by name, with the same names in every call. If the metrics are means over something else than
+                samples, a pair (metrics, weight), in every call.
         """
 
 
@@ -146,11 +146,12 @@ class TensorParallelTask(Task, Protocol):
         If the plan does not name a module, every rank of the group computes the whole module. The keys are names of
         modules, where `*` stands for any text without a dot. The values are:
 
-        - `column`: each rank computes a part of the outputs of an nn.Linear. A `row` module must take them as inputs.
+        - `column`: each rank computes a part of the outputs of an nn.Linear. A `row` module must take these outputs as
+          inputs.
         - `row`: each rank takes a part of the inputs of an nn.Linear, and the outputs are summed over the ranks. Of an
           nn.Embedding, each rank holds a part of the vocabulary.
         - `column-gathered`: like `column`, but every rank receives all outputs. Also for an nn.Embedding.
-        - A pair such as ("column", heads): the features consist of `heads` equal parts, and each of them stays whole on
+        - A pair such as ("column", heads): the features consist of `heads` equal parts, and each part stays whole on
           one rank.
 
         Example:
@@ -160,7 +161,7 @@ class TensorParallelTask(Task, Protocol):
         For `parallel.sequence` the plan must name every other layer too, with one of two values. `sequence`: each rank
         computes the layer on its part of the sequence. `sequence-gathered`: the same, and every rank then receives the
         whole sequence; for the last layer, for example. A pair of such a value and a number states the length of the
-        sequence. Without `parallel.sequence`, every rank computes these layers as a whole.
+        sequence. Without `parallel.sequence`, every rank computes such layers as a whole.
         """
 
 

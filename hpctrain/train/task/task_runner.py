@@ -26,7 +26,7 @@ from hpctrain.train.task.task import Task, takes_valid
 
 
 def row_of_zeros(batch: Batch) -> Batch:
-    """Returns a batch with one sample of zeros. Its fields have the sample shapes and dtypes of those of `batch`."""
+    """Returns a batch with one sample of zeros. Sample shapes and dtypes are those of the fields of `batch`."""
     fields = {name: tensor.new_zeros((1, *tensor.shape[1:])) for name, tensor in batch.fields.items()}
     return replace(batch, fields=fields, num_samples=1, num_padded=0, indices=None)
 
@@ -185,14 +185,14 @@ class TaskRunner:
         self.device_s = begin.elapsed_time(end) / 1e3
 
     def loss(self, part: Batch) -> torch.Tensor:
-        """Returns the mean loss of a micro-batch, shape (), with its autograd graph. The loss is not weighted."""
+        """Returns the mean loss of a micro-batch, shape (), with the autograd graph. The loss is not weighted."""
         with self._autocast():
             return loss_and_weight(self._loss(part.to(self.device, dtype=self._dtype)))[0]
 
     def weighed_loss(self, part: Batch) -> tuple[torch.Tensor, float | None]:
         """Returns the mean loss of a micro-batch, shape (), with its autograd graph, and the weight from the task.
 
-        The weight is None if the task gives none.
+        The weight is None if the task gives no weights.
         """
         with self._autocast():
             moved = part.to(self.device, dtype=self._dtype)
@@ -253,14 +253,14 @@ class Runner(Protocol):
         """Computes the gradients of this rank's share of a batch, in `micro_batches` parts.
 
         Returns the loss of the share times its weight, or 0 if another rank counts the samples. The sum of these
-        numbers over all ranks is the mean loss of the batch. If the task gives weights, it is the mean loss times the
-        sum of `weights.total` over the ranks. Collective over the world in the first step, in which the ranks exchange
-        whether the task gives weights.
+        numbers over all ranks is the mean loss of the batch. If the task gives weights, this sum is the mean loss times
+        the sum of `weights.total` over the ranks. Collective over the world in the first step, in which the ranks
+        exchange whether the task gives weights.
         """
 
     def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None] | None:
         """Returns the means of the task's metrics over the samples of the batch, and the weight of these means.
 
-        The batch must have at least one sample. The weight is None if the means count by the number of samples. Returns
-        None if another rank counts the samples.
+        The batch must have at least one sample. The weight is None if the means are to be weighted by the number of
+        samples. Returns None if another rank counts the samples.
         """

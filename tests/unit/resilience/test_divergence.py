@@ -7,8 +7,7 @@ import math
 import random
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from hpctrain.errors import DivergedError, ExitCode
 from hpctrain.resilience.divergence import Divergence, DivergenceLimits, cannot_jump, robust_z

@@ -55,7 +55,7 @@ def leave_finalizing(rc: Any) -> bool:
 def take_over_finalizing(mpi: Any) -> None:
     """Calls `finalize_at_exit`, and keeps mpi4py from finalizing MPI even if mpi4py was imported before hpctrain.
 
-    It may be called repeatedly; later calls do nothing.
+    May be called repeatedly; later calls do nothing.
     """
     if _library() is not None and not _arranged:
         finalize_at_exit(mpi)

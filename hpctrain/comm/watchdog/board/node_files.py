@@ -114,13 +114,13 @@ def time_of(path: Path, *, since: float = 0.0) -> float | None:
 
 
 def write_position(position: RankPosition, *, local: Path) -> None:
-    """Replaces this rank's file atomically, so that no rank reads a half-written file. Raises OSError."""
+    """Replaces the file with this rank's position atomically: no rank reads a half-written file. Raises OSError."""
     path = position_path(local, rank=position.rank)
     replace_file(path, json.dumps(asdict(position)).encode(), partial=path.with_suffix(".partial"))
 
 
 def read_local(local: Path) -> dict[int, RankPosition]:
-    """Returns the positions that the ranks of this node have written, by rank."""
+    """Returns what the ranks of this node have written about what they do (their positions), by rank."""
     found = {}
     for path in local.glob("rank-*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -147,7 +147,7 @@ def node_path(shared: Path, *, node: int) -> Path:
 def make_node_folders(shared: Path, *, num_nodes: int) -> None:
     """Creates the folders of all nodes' files. Raises OSError.
 
-    Only one rank may call it: if several nodes create the same folder at once, GlusterFS answers some of them with
+    Only one rank may call this: if several nodes create the same folder at once, GlusterFS answers some nodes with
     ESTALE.
     """
     for node in range(0, num_nodes, _NODES_PER_DIRECTORY):
@@ -182,7 +182,8 @@ def status_of_node(
 def write_node(status: NodeStatus, *, shared: Path, rank: int) -> None:
     """Replaces a node's file. Raises OSError.
 
-    rank: the rank that writes. It is part of the temporary file's name, since for a moment two ranks may be leaders.
+    rank: the rank that writes. This number is part of the temporary file's name, since for a moment two ranks may be
+    leaders.
     """
     positions = [asdict(found) for found in status.positions.values()]
     fields = {**asdict(replace(status, positions={})), "positions": positions}
@@ -295,7 +296,7 @@ def local_folder(parent: Path, *, run: str, leader: int) -> Path:
 def make_local_folder(path: Path) -> LocalFolder:
     """Creates a node's folder and returns this rank's hold on it. Raises OSError.
 
-    It first removes the folders that earlier runs have left on this node because their ranks were killed.
+    First removes the folders that earlier runs have left on this node because their ranks were killed.
     """
     for other in path.parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's

@@ -49,7 +49,7 @@ _ASKED_EVERY_S = 1.0  # between two files of a node on which a rank is late
 class NodeLeader:
     """Does the leader's work whenever `lead` is called.
 
-    Every rank has such an object, so that it can succeed a leader that no longer writes its file.
+    Every rank has such an object, so that any rank can take over from a leader that no longer writes its file.
     """
 
     def __init__(

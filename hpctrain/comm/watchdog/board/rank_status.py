@@ -100,7 +100,7 @@ class GroupPosition:
     sequence: number of operations that the rank has started on the communicator.
     operation: name of the last operation that was started.
     waiting_s: seconds since that operation started; None if it is complete.
-    signature: text with the operation's arguments, which must be equal on all ranks; None if it is not compared.
+    signature: text with the operation's arguments, which must be equal on all ranks; None if ranks do not compare it.
     num_ranks: size of the communicator.
     """
 
@@ -113,7 +113,7 @@ class GroupPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """Contents of one rank's file.
+    """Contents of one rank's file: the position of the rank, which is what it does now.
 
     pid: process id; None if the rank has written no file.
     written: time of writing by the writer's clock, in seconds since 1970.
@@ -507,7 +507,7 @@ _COMPARISONS = 3  # per operation, since ranks enter it and renew their files at
 
 @dataclass(slots=True)
 class ComparisonSchedule:
-    """Decides when the signatures of the ranks in an operation are compared. timeout_s: time limit of an operation."""
+    """Decides when the ranks' signatures of an operation are compared. timeout_s: time limit of an operation."""
 
     timeout_s: float
     _after_s: float = field(init=False)
@@ -517,7 +517,7 @@ class ComparisonSchedule:
         self._after_s = min(_COMPARE_AFTER_S, self.timeout_s / 4)
 
     def due(self, positions: Iterable[RankPosition]) -> dict[str, int]:
-        """Returns the communicators whose ranks' signatures are to be compared now.
+        """Returns the communicators whose ranks' arguments of the current operation are to be compared now.
 
         Each is returned with the number of comparisons of the same operation that remain afterwards.
 
@@ -550,7 +550,7 @@ def _progress_of(place: GroupPosition) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignatureMismatch:
-    """Ranks in one operation of `group` that have different signatures.
+    """Ranks in one operation of `group` that have different signatures, which means that they passed other arguments.
 
     ranks: all ranks in the operation.
     text: error message.
@@ -565,11 +565,11 @@ class SignatureMismatch:
 def find_mismatch(
     positions: Mapping[int, RankPosition], *, decided: Collection[str] = ()
 ) -> SignatureMismatch | None:
-    """Returns the first operation whose ranks have different signatures; None if there is none.
+    """Returns the first operation whose ranks have different signatures (texts with the arguments); None if all agree.
 
-    The most frequent signature counts as correct. If several are equally frequent, the one of the lowest rank counts as
-    correct; this case is reported only if all ranks of the group are in the operation, or the group is in `decided`.
-    Otherwise the next rank that starts the operation may decide which signature is the most frequent.
+    The most frequent signature counts as correct. If several signatures are equally frequent, that of the lowest rank
+    counts as correct; this case is reported only if all ranks of the group are in the operation, or the group is in
+    `decided`. Otherwise the next rank that starts the operation may decide which signature is the most frequent.
 
     decided: communicators that will not be compared again for this operation.
     """

@@ -96,7 +96,7 @@ def join_positions(
 
 @final
 class PositionReader:
-    """Reads, for one rank, the positions of other ranks. It reads one file per other node."""
+    """Reads, for one rank, the positions of other ranks (what they do now), from one file per other node."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class PositionReader:
         self._node_silent_s = node_silent_s
 
     def read(self, ranks: Sequence[int], *, within_s: float) -> Positions:
-        """Returns the positions of `ranks`, and of other ranks on their nodes.
+        """Returns the positions (what ranks do now) of `ranks`, and of the other ranks on the same nodes.
 
         within_s: time limit for reading all files.
         """
@@ -161,9 +161,9 @@ class PositionReader:
         reached: Mapping[str, bool],
         within_s: float,
     ) -> HangEvidence:
-        """Returns which members of `track` have not started its operation, and who waits in it.
+        """Returns which members of `track` have not started the current operation, and which members wait in it.
 
-        If all members have started it, the silent ranks outside the group are returned as absent instead.
+        If all members have started the operation, the silent ranks outside the group are returned as absent instead.
 
         track: this rank's longest wait; None if this rank is in no operation.
         world: all ranks.
@@ -307,7 +307,7 @@ class Board:
     # ---- this rank's file
 
     def publish(self) -> None:
-        """Writes this rank's position now. Thread-safe."""
+        """Writes now what this rank does (its position) into the rank's file. Thread-safe."""
         with self._writing:
             if not self._over.is_set():
                 self._publish()
@@ -425,8 +425,8 @@ class Board:
     def raise_alarm(self, track: Track) -> None:
         """Makes every rank probe the other hosts, and makes the ranks that are absent from `track` print their stacks.
 
-        If several ranks call it, the first on each node raises the alarm on this node, and the first of all raises it
-        for all nodes. At the same moment, several ranks may do so.
+        Of several ranks that call this, the first on each node raises the alarm on its node, and the first of all
+        raises the alarm for all nodes. Ranks that call at the same moment may all do so.
         """
         for directory in (self._local, self._shared):
             raised = time_of(alarm_path(directory), since=self._since)
@@ -441,10 +441,10 @@ class Board:
             call(self._local if rank in self._node_ranks else self._shared, rank=rank)
 
     def asks(self, track: Track) -> bool:
-        """Returns True if this rank is one of those that examine whether the ranks absent from `track` are hung.
+        """Returns True if this rank is to examine whether the ranks absent from `track` are hung.
 
-        These are the first four members of the group, and the first member on each of the group's first four nodes.
-        Several ranks do it because some of them may be absent themselves.
+        The first four members of the group, and the first member on each of the group's first four nodes, are to
+        examine this. Several ranks do so, because some of these ranks may be absent themselves.
         """
         placement = self.folders.placement
         if self.rank in track.members[:_CALLING_RANKS]:
@@ -514,7 +514,7 @@ class Board:
         self.announce(text, grace_s=min(_MISMATCH_GRACE_S, self._timeout_s / 4), at_once=True)
 
     def another_reports(self) -> bool:
-        """Returns True if another rank, which has announced the end, prints the report for this one too."""
+        """Returns True if another rank, which has announced the end, prints the report for this rank too."""
         return self.one_reports and self.ending is not None and self.ending.rank != self.rank
 
     @property

@@ -230,7 +230,7 @@ def _schedules(apart: Drift) -> LikelyCause:
 
 
 def cause_of_error(failure: str) -> Cause:
-    """Returns the cause that an error names; REFUSED if it names none.
+    """Returns the cause that the text of an error names; REFUSED if the text names no cause.
 
     failure: the name of the error's class, a colon, and the text of the error.
     """

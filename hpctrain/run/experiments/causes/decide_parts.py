@@ -297,7 +297,7 @@ def _factor(seen_: Observations) -> tuple[str, float] | None:
 
 
 def accumulation(text: str, evidence: list[str]) -> LikelyCause:
-    """Returns the finding that the parts of a step are not weighted by their numbers of samples."""
+    """Returns the finding that the micro-batches of a step are not weighted by their numbers of samples."""
     return LikelyCause(
         cause=Cause.ACCUMULATION, is_difference=True, text=text, evidence=evidence,
         advice="return the mean over the samples, and weigh each part by its share of the batch "

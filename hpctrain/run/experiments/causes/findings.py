@@ -15,7 +15,7 @@ GUIDE = "docs/guides/check.md"
 
 
 class Cause(str, Enum):
-    """The causes, named as in the guide, in the order in which they are reported: earlier ones may cause later ones."""
+    """The causes, named as in the guide, in the order of the report: an earlier cause may produce a later cause."""
 
     NOT_APPLIED = "nothing was trained"
     DATA_BY_RANK = "the data depend on the rank"
@@ -51,7 +51,7 @@ class LikelyCause:
         text: What was found.
         evidence: What was measured.
         advice: What to do.
-        is_potential: Whether the cause makes runs differ only with other data than those that were read.
+        is_potential: Whether the cause makes runs differ only with data other than the data that were read.
     """
 
     cause: Cause
@@ -90,7 +90,7 @@ def describe_difference(difference: FirstDifference) -> str:
 
 
 def seen(what: str, comparison: TrialComparison | None) -> list[str]:
-    """Returns lines of text about the result of the comparison `what`; [] if it was not made."""
+    """Returns lines of text about the result of the comparison `what`; [] if the comparison was not made."""
     if comparison is None:
         return []
     if comparison.failure is not None:

@@ -15,14 +15,16 @@ EQUAL = TrialComparison(first={}, worst=0.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """The first difference between the ranks of one trial in a value that all ranks should share.
+    """The first difference between the ranks of one trial, in a value that all ranks should share.
+
+    A trial is one run of the checked training, for a few steps, under chosen conditions.
 
     Attributes:
-        step: The step, from 1; 0: while the trial was built.
-        phase: When the difference appeared. `built`: while the trial was built. `forward`: in a parameter, between the
-            end of the step before and the call of the optimizer. `gradient`: in a gradient after the sum over the
-            ranks. `option`: in an option of the optimizer. `optimizer`: in a parameter, in the optimizer's step.
-            `scheduler`: in a learning rate scheduler after the last step.
+        step: The step, from 1; 0: while the trial's model and optimizer were built.
+        phase: When the difference appeared. `built`: while the trial's model and optimizer were built. `forward`: in a
+            parameter, between the end of the step before and the call of the optimizer. `gradient`: in a gradient after
+            the sum over the ranks. `option`: in an option of the optimizer. `optimizer`: in a parameter, in the
+            optimizer's step. `scheduler`: in a learning rate scheduler after the last step.
         name: The name of the tensor or option, or the path of the scheduler's value.
         ranks: The ranks that differ from rank 0.
         values: The option or the scheduler's value on rank 0 and on the first of `ranks`; None for a tensor.
@@ -40,9 +42,11 @@ class Resumptions:
     """Comparisons of three runs that were stopped and resumed, each with the run that was not stopped.
 
     Attributes:
-        plain: For a run that was resumed from the checkpoint alone.
-        with_generators: For a run that also got the user's own generators from the stopped run; None if not made.
-        with_state: For a run that also got all other values of the user that a checkpoint lacks; None if not made.
+        plain: The comparison of a run that was resumed from the checkpoint alone.
+        with_generators: The comparison of a run that also got the user's own generators from the stopped run; None if
+            not made.
+        with_state: The comparison of a run that also got all other values of the user that a checkpoint lacks; None if
+            not made.
     """
 
     plain: TrialComparison = EQUAL
@@ -56,7 +60,7 @@ class Observations:
 
     A result that is missing is None or empty.
 
-    Comparisons, each with the unchanged run on as many ranks, unless the text says otherwise:
+    Comparisons. Each is with the unchanged run on the same number of ranks, unless the text says otherwise:
 
     - again: one rank, repeated.
     - micro: one rank, two micro-batches.
@@ -71,10 +75,11 @@ class Observations:
 
     Random numbers and the user's own state:
 
-    - draws, draws_left: the generators that training uses with dropout, and those that it uses without.
+    - draws, draws_left: the random number generators that training uses with dropout, and those that training uses
+      without dropout.
     - own_generators: the paths of the user's own generators that changed during the run.
-    - own_draws_matter: whether training differs if these generators draw other numbers, although the resumed run was
-      equal.
+    - own_draws_matter: whether training differs if the generators in `own_generators` draw other numbers, although the
+      resumed run was equal.
     - fresh_generators: the paths of the user's own generators whose state at the start differs between two runs.
     - own_state: the kinds of the user's other values that changed and that a checkpoint lacks, by path.
 
@@ -82,14 +87,15 @@ class Observations:
 
     - buffers_apart: the buffers that differ between ranks after the first step.
     - evaluation_apart: the metrics that differ between one rank and N ranks.
-    - drift, schedules_apart: the first difference between ranks, and the first one in a learning rate scheduler.
-    - tampered: the first step in which the gradients that the optimizer gets are not a multiple of the sum of what
+    - drift, schedules_apart: the first difference between ranks, and the first difference between ranks in a learning
+      rate scheduler.
+    - tampered: the first step in which the optimizer's gradients are not a multiple of the sum of the gradients that
       backward computed, and by how much.
     - poisoned: what is not finite after a batch with NaN was skipped.
     - not_finite: what was first not finite in a run, as text; [] if all was finite.
     - no_gradients: whether all gradients were 0 in every step on one rank.
     - splits: whether the user's run itself uses micro-batches.
-    - refused: class and text of the error that ends the run on one rank already, in step `refused_step`.
+    - refused: class and text of the error that already ends the run on one rank, in step `refused_step`.
     - is_split: whether each rank holds only a part of the model.
     - repeats_intended: whether samples are drawn with replacement.
     """
@@ -144,7 +150,7 @@ class Observations:
         return bool(found) and not any(comparison.applied or comparison.expected for comparison in found)
 
     def compared(self) -> dict[str, TrialComparison]:
-        """Returns the comparisons that were made, by a text that says what they compare."""
+        """Returns the comparisons that were made. The key of a comparison is a text that says what was compared."""
         ranks = f"{self.num_ranks} ranks"
         resumed = self.resumed.plain if self.resumed is not None else None
         if self.refused is not None:
@@ -165,7 +171,7 @@ class Observations:
 
 
 def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
-    """Returns the first difference between the ranks; None if there is none.
+    """Returns the first difference between the ranks; None if the ranks are equal.
 
     by_rank: the hashes of each rank. `initial` has the hashes of the parameters by name. Each entry of `steps` has, by
     name, the hashes of the parameters when the optimizer was called (`before`), of the `gradients`, and of the
@@ -200,7 +206,7 @@ def find_drift(by_rank: Sequence[Mapping[str, Any]]) -> Drift | None:
 
 
 def schedulers_apart(by_rank: Sequence[Mapping[str, str]], *, step: int) -> Drift | None:
-    """Returns the first value of a learning rate scheduler that differs between ranks; None if there is none.
+    """Returns the first value of a learning rate scheduler that differs between ranks; None if all values are equal.
 
     by_rank: the values of each rank after `step` steps, as text by path.
     """

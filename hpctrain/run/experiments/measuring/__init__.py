@@ -1,1 +1,1 @@
-"""Measures trials and compares the measurements."""
+"""Measures trials, which are short runs of a training under chosen conditions, and compares the measurements."""

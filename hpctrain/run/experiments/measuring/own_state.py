@@ -32,7 +32,7 @@ _DROPOUTS = frozenset({
 class GeneratorWatch:
     """Finds which of the process's random number generators (torch, numpy, python, cuda) a `with` block uses.
 
-    After the block, `used` holds their names.
+    After the block, `used` holds the names of these generators.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class GeneratorWatch:
 
 
 class NoDropout(TorchFunctionMode):
-    """Makes dropout, including that of attention, return its input and draw no numbers within the `with` block."""
+    """Within the `with` block, makes dropout (also in attention) return its input and draw no random numbers."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -302,7 +302,7 @@ class Variables:
 def variables_of_module(value: Any) -> Variables | None:
     """Returns the global variables of the Python module that defines a function or an object's class.
 
-    None if that module belongs to a library.
+    None if the module belongs to a library.
     """
     name = getattr(value, "__module__", None) or type(value).__module__
     module = sys.modules.get(name)
@@ -312,7 +312,7 @@ def variables_of_module(value: Any) -> Variables | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnState:
-    """The values that `find_places` finds at one moment, by path.
+    """The user's own values at one moment, by path, at the places that `find_places` finds.
 
     Attributes:
         values: Copies of the values.
@@ -334,11 +334,11 @@ class OwnState:
         )
 
     def changed_since(self, before: OwnState) -> dict[str, str]:
-        """Returns the kinds of the values that differ from those in `before` or are not there, by path."""
+        """Returns the kinds of the values that differ from the values in `before` or are missing there, by path."""
         return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
 
     def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:
-        """Copies the values at `paths` into the objects `roots` of another trial. Returns how many were copied."""
+        """Copies the values at `paths` into `roots`, the objects of another run. Returns the number of copies."""
         places = find_places(roots)
         count = 0
         for path in paths:

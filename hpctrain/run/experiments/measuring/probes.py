@@ -30,15 +30,15 @@ class LossFacts:
 
     Attributes:
         kind: `mean`: the mean over samples. `sum`: the sum over samples, possibly plus a mean. `weighted`: a mean with
-            other weights than the numbers of samples. `mixed`: the sum of two such means with different weights.
+            other weights than the numbers of samples. `mixed`: the sum of two weighted means with different weights.
             `whole`: the loss does not follow from the losses of the parts.
         off: The relative distance of the loss from the mean over samples.
         weights: For `weighted`, the relative weights of two parts with the same number of samples.
-        is_weighed: Whether the task gives weights, which are then used for the mean instead of numbers of samples.
-        part_sizes: The numbers of samples of the parts that a step itself computes one after another; () if it computes
-            one part.
+        is_weighed: Whether the task gives weights. The mean then uses these weights instead of numbers of samples.
+        part_sizes: The numbers of samples of the parts that a step itself computes one after another; () if a step
+            computes the batch as one part.
         mixes: The first module whose outputs for some samples depend on other samples of the batch, with its class and
-            the relative difference; None: no module does.
+            the relative difference; None: there is no such module.
     """
 
     kind: str
@@ -76,7 +76,7 @@ def unchanged(trial: Trial) -> Iterator[None]:
 
 
 class ModuleOutputs:
-    """Records (name, inputs, outputs) of a model's modules, in the order in which they return."""
+    """Records (name, inputs, outputs) of a model's modules, in the order in which the modules return."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -112,9 +112,9 @@ def probe_loss(
 ) -> LossFacts | None:
     """Finds how the loss of a batch follows from the losses of its parts, computed from the same state.
 
-    divisions: how many ways to divide the batch are tried until one shows what the loss averages over. If the parts of
-    a division are too similar, it does not show that. Returns None if the batch has fewer than 3 samples or no division
-    has finite losses.
+    divisions: how many divisions of the batch are tried, at most, to find out what the loss averages over. A division
+    into parts that are too similar does not show this. Returns None if the batch has fewer than 3 samples or no
+    division has finite losses.
     """
     if num_rows < 3:
         return None
@@ -362,7 +362,7 @@ class EvaluationFacts:
         training: The modules that were in training mode during the evaluation, with their classes.
         draws: The random number generators that forward used.
         changed: The parameters and buffers that the evaluation changed.
-        modes: The modules whose mode, training or evaluation, is another one after the evaluation.
+        modes: The modules whose mode, training or evaluation, differs after the evaluation.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -504,9 +504,12 @@ def _first(values: Mapping[str, torch.Tensor]) -> str | None:
 
 
 def probe_not_finite(trial: Trial, batch: object) -> str | None:
-    """Returns, as text, where forward of a finite `batch` first gets values that are not finite; None if nowhere.
+    """Returns a text that names the first module that returns values that are not finite, for finite inputs.
 
-    Not collective on one rank. The trial is left unchanged.
+    The model computes `batch`, which must be finite. If no module does so but the loss is not finite, the text says
+    that. Returns None if neither is the case.
+
+    Not collective on one rank. Model, optimizer and data of `trial` are left unchanged.
     """
     with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
         loss, _ = trial.loss(batch)

@@ -20,19 +20,21 @@ class SampleFacts:
     - num_seen: the number of samples that one process reads in a pass over an epoch.
     - repeated_one: for each sample that one process gets more than once, how often it gets the sample.
     - has_equal: whether samples that seem to be repeated may be different samples with equal content.
-    - repeated: for each sample that the ranks together get more than once, and more often than one process, how often.
+    - repeated: for each sample that the ranks together get more than once, and more often than one process, how often
+      the ranks get the sample.
     - missing: the number of samples that one process gets and no rank gets.
     - padded: the number of samples that complete the last batch of some ranks, at most one per rank.
     - not_finite: the samples with NaN or infinity, by field.
     - content_by_rank: samples whose content differs between ranks that each read the same batch alone.
-    - content_by_share: samples whose content, if the ranks read an epoch together, differs from that in one process.
+    - content_by_share: samples whose content differs between an epoch that the ranks read together and an epoch that
+      one process reads.
     - content_changes: samples whose content differs between two runs of one process.
     - content_unstable: samples whose content differs between two readings of an epoch by one process.
     - order_changes: whether two runs of one process get the same samples in different orders.
-    - draws: the random number generators of the process that are used while samples are read; searched only if contents
-      differ.
+    - draws: the random number generators of the process that are used while samples are read; determined only if
+      contents differ.
     - other_steps: the first step, from 1, in which the ranks together get other samples than one process; 0 if there is
-      none.
+      no such step.
     - same_every_epoch: whether the shuffled orders of two epochs are equal.
     - history: whether the samples of an epoch depend on what was read before that epoch.
     - num_rows, num_rank_rows: the number of samples of the step `other_steps` in one process and on all ranks.
@@ -109,10 +111,10 @@ def repeats(seen: Sequence[int]) -> dict[str, int]:
 
 
 def repeats_beyond(one: Sequence[int], ranks: Sequence[Sequence[int]]) -> tuple[dict[str, int], int]:
-    """Returns, for each sample that all ranks together get more often than one process does, how often they get it.
+    """Returns, for each sample that all ranks together get more often than one process, how often the ranks get it.
 
-    Samples that they get only once are left out. Also returns the number of samples that one process gets and no rank
-    gets.
+    Samples that the ranks together get only once are left out. Also returns the number of samples that one process gets
+    and no rank gets.
     """
     expected, found = Counter(one), Counter(name for rank in ranks for name in rank)
     more = {str(name): times for name, times in found.items() if times > max(1, expected[name])}

@@ -1,4 +1,7 @@
-"""Records trials step by step (losses, samples, gradients, parameters, buffers, random numbers), and compares them."""
+"""Records trials step by step (losses, samples, gradients, parameters, buffers, random numbers), and compares trials.
+
+A trial is one run of the checked training, for a few steps, under chosen conditions.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class TensorSample:
 
 @dataclass(kw_only=True, slots=True)
 class StepTrace:
-    """One step of a trial on this rank.
+    """One step, on this rank, of a trial: a short run of the checked training.
 
     Attributes:
         parameters_before: The parameters when the optimizer was called; None if the step was skipped.
@@ -61,9 +64,9 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An error that ended a trial.
+    """An error that ended a trial, which is a short run of the checked training.
 
-    kind: the name of the error's class. step: the step, from 1; 0: while the trial was built.
+    kind: the name of the error's class. step: the step, from 1; 0: while the trial's model and optimizer were built.
     """
 
     kind: str
@@ -83,7 +86,7 @@ class Unfinished:
 
 @dataclass(kw_only=True, slots=True)
 class RunTrace:
-    """The record of a trial.
+    """The record of a trial, which is a short run of the checked training.
 
     initial: the parameters before the first step. failure: the error that ended the trial, if any. unfinished: the
     state after the step that failed.
@@ -96,7 +99,7 @@ class RunTrace:
 
 
 def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor without its graph. If the tensor is sharded, it is gathered, which is collective."""
+    """Returns the tensor, detached. Collective for a sharded tensor, which is gathered."""
     tensor = tensor.detach()
     gather = getattr(tensor, "full_tensor", None)
     return gather() if gather is not None else tensor
@@ -123,7 +126,7 @@ def keep(named: Iterable[tuple[str, torch.Tensor]]) -> TensorSample:
 
 
 class StepRecorder:
-    """Records the steps of a trial with hooks on its optimizer and parameters. A context manager."""
+    """Records the steps of a trial (a short training) with hooks on optimizer and parameters. A context manager."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -176,7 +179,7 @@ class StepRecorder:
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[list[float]]:
-        """Records the step that the `with` block trains on `batch`. The block appends its loss to the yielded list."""
+        """Records the step that the `with` block trains on `batch`. The block appends the loss to the yielded list."""
         self._own, self._before, self._gradients, self._options = {}, None, None, []
         rows = self._trial.rows(batch)
         losses: list[float] = []
@@ -213,7 +216,7 @@ _NOISE_ALLOWED = 1e-7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstDifference:
-    """The first difference of one kind between two trials.
+    """The first difference of one kind between two trials, which are short runs of the checked training.
 
     Attributes:
         kind: What differs, one of `KINDS`.
@@ -233,16 +236,17 @@ class FirstDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialComparison:
-    """The comparison of a trial with a reference that it should equal.
+    """The comparison of a trial (a short training) with a reference trial that should give the same results.
 
     Attributes:
         first: The first difference of each kind.
         worst: The largest relative difference, even if below the tolerance.
-        factor: The common factor of all gradients of the first step, relative to the reference; None if there is none.
-        failure: Text of the error that ended the trial but not the reference; None if there is none.
+        factor: The common factor of all gradients of the first step, relative to the reference; None if they have no
+            common factor.
+        failure: Text of the error that ended the trial but not the reference; None if no such error occurred.
         steps: The number of steps of the trial.
-        applied: The number of these steps in which the trial called the optimizer.
-        expected: The number of these steps in which the reference called the optimizer.
+        applied: The number of steps in which the trial called the optimizer.
+        expected: The number of steps in which the reference called the optimizer.
     """
 
     first: Mapping[str, FirstDifference]
@@ -306,7 +310,7 @@ class _Found:
 def compare_traces(
     reference: RunTrace, other: RunTrace, *, tolerance: float, samples: bool = True, from_step: int = 1
 ) -> TrialComparison:
-    """Compares two traces of one rank.
+    """Compares two traces, which are records of two trials on one rank.
 
     Args:
         tolerance: The largest relative difference that counts as equal.
@@ -457,7 +461,7 @@ class Residual:
 
 
 def collinearity(reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Residual | None:
-    """Returns how far `other` is from a multiple of `reference`; None if they cannot be compared."""
+    """Returns how far `other` is from a multiple of `reference`; None if the two cannot be compared."""
     names = [n for n, t in reference.items() if n in other and other[n].shape == t.shape]
     square = sum(float((reference[n] * reference[n]).sum()) for n in names)
     norm = math.sqrt(sum(float((other[n] * other[n]).sum()) for n in names))
@@ -494,7 +498,7 @@ def merge(by_rank: Sequence[TrialComparison]) -> TrialComparison:
 
 
 def with_losses(trace: RunTrace, losses: Sequence[float]) -> RunTrace:
-    """Returns the trace with the loss of each step replaced by that of `losses`, the losses over all ranks."""
+    """Returns the trace with the loss of each step replaced by the loss over all ranks, from `losses`."""
 
     steps: list[StepTrace] = [
         replace(step, loss=loss) for step, loss in zip(trace.steps, losses, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from hpctrain.reduce import AllReduceUpdater, LossScale
 from hpctrain.reduce.algorithms import Algorithm
 from hpctrain.reduce.factory import ReducerMaker
 from hpctrain.topology import Topology
+from tests.sessions import session_over
 from tests.unit.reduce.data_parallel.updater_cases import (
     Net,
     Watched,
@@ -406,3 +408,31 @@ def test_a_closed_updater_makes_no_steps() -> None:
             updater.step()
 
     on_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_that_the_script_replaces_after_synchronize_are_clipped(
+    num_ranks: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    models = [copy.deepcopy(model) for model in [torch.nn.Linear(4, 3).to(dtype)] * num_ranks]
+
+    def rank_main(world: World) -> tuple[float, float]:
+        model = models[world.rank]
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        updater = session_over(world).distributed_optimizer(model, optimizer, clip_norm=0.25)
+        loss = model(torch.ones(2, 4, dtype=dtype)).square().sum()
+        updater.backward(loss, weight=1.0 / world.num_ranks)
+        updater.synchronize()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = 10 * parameter.grad
+        norm = updater.step().grad_norm
+        moved = [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
+        return norm, float(torch.stack([change.double().norm() for change in moved]).norm())
+
+    for norm, moved in on_threads(num_ranks, rank_main):
+        assert norm > 2.5
+        assert moved == pytest.approx(0.25, rel=1e-5 if dtype is torch.float32 else 0.02)

@@ -13,6 +13,7 @@ from hpctrain.comm.backends.threads_world import run_threads
 from hpctrain.comm.interface.communicator import World
 from hpctrain.distributed import element_shard
 from hpctrain.errors import UsageError
+from hpctrain.reduce.data_parallel.one_pass import OptimizerStep
 from hpctrain.reduce.split_models import stage_shares
 from hpctrain.reduce.split_models.stage_shares import StageShares, check_stage
 
@@ -47,6 +48,13 @@ def inputs() -> torch.Tensor:
     return torch.randn(STEPS, RANKS, 4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+def shares_of(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], world: World
+) -> StageShares:
+    step = OptimizerStep(optimizer, comm=world, own_hooks=())
+    return StageShares(optimizer, parameters, replicas=world, optimizer_step=step)
+
+
 @pytest.mark.parametrize("unit_bytes", [1000, 10**6])
 def test_shares_update_as_a_whole_optimizer(
     monkeypatch: pytest.MonkeyPatch, model: Stage, inputs: torch.Tensor, unit_bytes: int
@@ -58,7 +66,7 @@ def test_shares_update_as_a_whole_optimizer(
         mine = models[world.rank]
         optimizer = adamw(mine)
         parameters = list(mine.parameters())
-        shares = StageShares(optimizer, parameters, replicas=world)
+        shares = shares_of(optimizer, parameters, world)
         squares = []
         for number in range(STEPS):
             mine.loss(inputs[number, world.rank], rank=world.rank).backward()
@@ -100,7 +108,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_squares(model: Stage, inpu
 
     def rank_main(world: World) -> float:
         mine = models[world.rank]
-        shares = StageShares(adamw(mine), list(mine.parameters()), replicas=world)
+        shares = shares_of(adamw(mine), list(mine.parameters()), world)
         mine.loss(inputs[0, world.rank], rank=world.rank).backward()
         if world.rank == 2:
             assert mine.up.weight.grad is not None
