@@ -32,6 +32,7 @@ from hpctrain.run.build import (
     reduction_plan,
     total_steps,
 )
+from hpctrain.run.compiling import compile_on_each_node, prepare_to_compile
 from hpctrain.run.compute.device import loss_scale_for
 from hpctrain.run.compute.postponed_dynamo import set_deterministic
 from hpctrain.run.compute.ranks import check_num_ranks
@@ -169,6 +170,8 @@ def carry_out(
     directory = Path(recipe.run.directory)
     _check_same_recipe(recipe, session)
     session.agreed(lambda: check_sinks(recipe), os_error=RecipeError)
+    if recipe.run.compile:
+        session.agreed(lambda: prepare_to_compile(session), os_error=LaunchError)
     limits = session.world.limits
     limits.configure(limit_settings(recipe))
     limits.base = Section.START
@@ -293,6 +296,11 @@ def carry_out(
         runner = build_runner(
             recipe, task, parts, session=session, updater=updater, loss_unit=resumed.loss_unit
         )
+        if recipe.run.compile:
+            compile_on_each_node(
+                recipe, parts.model, session=session, runner=runner, loader=parts.loader,
+                epoch=resumed.position.epoch,
+            )  # fmt: skip
         training = Training(
             runner,
             state=state,

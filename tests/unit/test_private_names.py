@@ -61,6 +61,7 @@ NAMES: dict[str, Callable[[], object]] = {
     "_get_root_mesh": root_mesh,
     "_global_optimizer_post_hooks": lambda: module("torch.optim.optimizer")._global_optimizer_post_hooks.values,
     "_global_optimizer_pre_hooks": lambda: module("torch.optim.optimizer")._global_optimizer_pre_hooks.values,
+    "_inductor": lambda: importlib.util.find_spec("torch._inductor").name,  # type: ignore[union-attr]
     "_is_profiler_enabled": lambda: module("torch.autograd.profiler")._is_profiler_enabled,
     "_make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
     "_mesh_resources": root_mesh,

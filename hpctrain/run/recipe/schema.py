@@ -56,6 +56,12 @@ class RunSection(RecipeSection):
         description="Keep the weights of convolutions in the memory order of torch.channels_last (NHWC), in which "
         "they are often faster. The results differ by rounding; checkpoints load either way.",
     )
+    compile: bool = Field(
+        False,
+        description="Compile the model with torch.compile: on one rank of each node at the start, the others take the "
+        "code from the node's cache. Needs a C++ compiler on every node. Not with split models or `sync_batch_norm`; "
+        "not yet tested on a GPU. The results differ by rounding; checkpoints load either way.",
+    )
     device: str = Field(
         "auto",
         pattern=rf"^({DEVICE_NAMES})$",
@@ -398,6 +404,8 @@ class Recipe(RecipeSection):
         )  # fmt: skip
         if self.parallel.pipeline > 1:
             self._check_pipeline()
+        if self.run.compile:
+            self._check_compiled()
         return self
 
     @property
@@ -414,4 +422,23 @@ class Recipe(RecipeSection):
         if self.optimizer.target is not None:
             raise ValueError(
                 "optimizer.target cannot be combined with parallel.pipeline: use adamw, adam or sgd"
+            )
+
+    def _check_compiled(self) -> None:
+        """Raises ValueError if settings of other sections cannot be combined with `run.compile`."""
+        usual = ParallelSection()
+        for key in ("pipeline", "tensor", "activation_checkpointing"):
+            if (value := getattr(self.parallel, key)) != getattr(usual, key):
+                raise ValueError(
+                    f"run.compile = true cannot be combined with parallel.{key} = {value!r}: leave one of them out"
+                )
+        if self.parallel.shard == "parameters":
+            raise ValueError(
+                "run.compile = true cannot be combined with parallel.shard = 'parameters', in which FSDP2 changes the "
+                "parameters during forward: leave run.compile out, or use shard = 'optimizer' or 'gradients'"
+            )
+        if self.reduction.sync_batch_norm:
+            raise ValueError(
+                "run.compile = true cannot be combined with reduction.sync_batch_norm, which communicates in forward: "
+                "leave one of them out"
             )

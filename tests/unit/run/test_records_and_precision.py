@@ -92,6 +92,20 @@ def test_precision_is_that_of_the_recipe(where: Path, precision: str, dtype: tor
     assert found["loss"] < 2.3
 
 
+@pytest.mark.parametrize(("precision", "relative"), [("bf16", 2e-2), ("fp16", 5e-3)])
+def test_losses_with_autocast_are_those_of_fp32_but_for_rounding(
+    where: Path, precision: str, relative: float
+) -> None:
+    losses = {}
+    for name in ("fp32", precision):
+        run(where, Task(), name=name, run={"precision": name, "steps": 20})
+        records = read_records(where / name / "metrics" / "rank-00000.jsonl")
+        losses[name] = [record["loss"] for record in records if record["kind"] == "step"]
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=relative)
+    assert losses[precision] != losses["fp32"]
+    assert losses[precision][-1] < 0.9 * losses[precision][0]
+
+
 class Regression(Task):
     """Converts nothing: images float32 in the dataset, targets float16, labels int64."""
 
