@@ -277,6 +277,8 @@ class GradientMemory:
         flags = self._flags[number]
         if isinstance(flags, torch.Tensor):
             flags.copy_(torch.tensor(had))
+        elif all(had):
+            flags.fill(1)
         else:
             flags[:] = had
 
