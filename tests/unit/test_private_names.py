@@ -6,6 +6,7 @@ What to do when one fails: docs/dependencies.md, "A new release of PyTorch".
 from __future__ import annotations
 
 import ast
+import importlib.machinery
 import importlib.util
 import re
 from collections import defaultdict
@@ -53,7 +54,8 @@ NAMES: dict[str, Callable[[], object]] = {
     "_current_graph_task_id": lambda: torch._C._current_graph_task_id(),
     "_disabled_torch_function_impl": lambda: torch._C._disabled_torch_function_impl,
     "_distributed_c10d": lambda: [getattr(torch._C._distributed_c10d, n) for n in ("HashStore", "Store", "TCPStore")],
-    "_dynamo": lambda: importlib.util.find_spec("torch._dynamo").name,  # type: ignore[union-attr]
+    # Not through sys.modules, where another test may have left what stands for it.
+    "_dynamo": lambda: importlib.machinery.PathFinder.find_spec("torch._dynamo", torch.__path__).name,  # type: ignore[union-attr]
     "_execution_engine": lambda: torch.autograd.Variable._execution_engine.queue_callback,
     "_foreach_copy_": lambda: torch._foreach_copy_,
     "_foreach_lerp_": lambda: torch._foreach_lerp_,
