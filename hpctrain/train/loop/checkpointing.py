@@ -29,9 +29,6 @@ from hpctrain.resilience import RecentTimes
 from hpctrain.telemetry import RecordWriter, StepClock
 from hpctrain.train.loop.settings import CheckpointPolicy
 
-# The shortest time between two looks at the clock and for requests: a short step needs no new answer.
-_VOTES_EVERY_S = 0.05
-
 
 def with_quality(state: State, *, quality: Mapping[str, float], step: int | None) -> State:
     """Returns `state` with the metrics of the newest evaluation in its document.
@@ -88,7 +85,6 @@ class Checkpointing:
         self._requests = requests
         self._saved_step = saved_step
         self._last_save_s = time.monotonic()
-        self._next_vote_s = 0.0
         self._costs = Costs()
         self._noted: set[str] = set()  # notes that have been printed; each is printed once
         self.num_committed = 0
@@ -109,16 +105,12 @@ class Checkpointing:
 
         The names are the same on every rank.
         """
-        votes = {"save": 0.0, "save_asked": 0.0}
-        now_s = time.monotonic()
-        if now_s >= self._next_vote_s:
-            self._next_vote_s = now_s + _VOTES_EVERY_S
-            by_time = (
-                self._comm.rank == 0
-                and not self._saver.would_skip
-                and self._policy.due_by_time(now_s - self._last_save_s, advice=self._advice())
-            )
-            votes = {"save": float(by_time), "save_asked": float(self._requests.asked())}
+        by_time = (
+            self._comm.rank == 0
+            and not self._saver.would_skip
+            and self._policy.due_by_time(time.monotonic() - self._last_save_s, advice=self._advice())
+        )
+        votes = {"save": float(by_time), "save_asked": float(self._requests.asked())}
         if self._saver.in_flight_step is not None:
             votes["saved"] = float(self._saver.ready())
         return votes
