@@ -38,7 +38,7 @@ _MAX_NOTE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A checkpoint file on a node, as described by the small metadata file beside it (its note).
+    """A checkpoint file on a node, as described by the metadata file in the same folder.
 
     Attributes:
         path: The file.

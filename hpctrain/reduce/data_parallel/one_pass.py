@@ -62,15 +62,12 @@ class OptimizerStep:
         self._optimizer = optimizer
         self._own_hooks = {handle.id for handle in own_hooks}
         self._called_step: object = None  # a scheduler's replacement for `step` that was called once
-        self._collect: Callable[[torch.optim.Optimizer], list[Call] | None] | None = None
         self._function: Callable[..., None] | None = None
         kind = type(optimizer)
         if kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
             can = _COMPILED is not None and torch.get_num_threads() == 1
             if is_true_everywhere(comm, can) and _COMPILED is not None:
-                is_sgd = kind is torch.optim.SGD
-                self._collect = _collect_sgd if is_sgd else _collect_adam
-                self._function = _COMPILED.sgd if is_sgd else _COMPILED.adam
+                self._function = _COMPILED.sgd if kind is torch.optim.SGD else _COMPILED.adam
 
     def step(self, factor: float, *, scale: Callable[[float], None]) -> None:
         """Steps the optimizer with its gradients times `factor`. Not collective.
@@ -81,7 +78,7 @@ class OptimizerStep:
                 optimizer, or a hook of the script, reads the gradients.
         """
         optimizer = self._optimizer
-        calls = self._collect(optimizer) if self._collect and not self._is_replaced() else None
+        calls = _collect(optimizer) if self._function is not None and not self._is_replaced() else None
         if calls is None:
             scale(factor)
             self._move_own_hooks_last()
@@ -136,8 +133,7 @@ class OptimizerStep:
             before = optimizer._optimizer_step_pre_hooks
             for hook in (*torch_optimizer._global_optimizer_pre_hooks.values(), *before.values()):
                 hook(optimizer, (), {})
-            assert self._collect is not None
-            calls = self._collect(optimizer)
+            calls = _collect(optimizer)
             if calls is None:
                 raise UsageError(
                     f"a hook before {type(optimizer).__name__}.step() has changed the dtype, the device or the "
@@ -149,77 +145,80 @@ class OptimizerStep:
                 hook(optimizer, (), {})
 
 
-def _collect_adam(optimizer: torch.optim.Optimizer) -> list[Call] | None:
-    """Returns the calls of the compiled `adam` that step the optimizer; None if PyTorch must make the step."""
+def _collect(optimizer: torch.optim.Optimizer) -> list[Call] | None:
+    """Returns the calls that step the optimizer; None if PyTorch must make the step."""
+    is_sgd = type(optimizer) is torch.optim.SGD
+    settings_of, numbers_of = (_sgd_settings, _sgd_numbers) if is_sgd else (_adam_settings, _adam_numbers)
     calls: list[Call] = []
     for group in optimizer.param_groups:
-        beta1, beta2 = group["betas"]
-        settings = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        if not _is_plain(group, settings) or group["amsgrad"]:
-            return None
-        numbers: list[int] = []
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            state = optimizer.state.get(parameter) or {}
-            mean, square, step = state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step")
-            if (
-                mean is None
-                or square is None
-                or not isinstance(step, torch.Tensor)
-                or step.dtype is not torch.float32
-                or not step.is_cpu
-                or not _are_alike(parameter, gradient, mean, square)
-            ):
-                return None
-            numbers += (
-                parameter.data_ptr(), gradient.data_ptr(), mean.data_ptr(), square.data_ptr(), step.data_ptr(),
-                parameter.numel(),
-            )  # fmt: skip
-        decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
-        calls.append((numbers, _sign(group), (*settings, decoupled)))
-    return calls
-
-
-def _collect_sgd(optimizer: torch.optim.Optimizer) -> list[Call] | None:
-    """Returns the calls of the compiled `sgd` that step the optimizer; None if PyTorch must make the step."""
-    calls: list[Call] = []
-    for group in optimizer.param_groups:
-        settings = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
+        settings = settings_of(optimizer, group)
         if not _is_plain(group, settings):
             return None
         numbers: list[int] = []
         for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
-            velocity = gradient  # without momentum
-            if group["momentum"]:
-                velocity = (optimizer.state.get(parameter) or {}).get("momentum_buffer")
-                if velocity is None:
-                    return None
-            if not _are_alike(parameter, gradient, velocity):
+            found = numbers_of(group, parameter, optimizer.state.get(parameter) or {})
+            if found is None:
                 return None
-            numbers += (
-                parameter.data_ptr(), gradient.data_ptr(), velocity.data_ptr() if group["momentum"] else 0,
-                parameter.numel(),
-            )  # fmt: skip
-        calls.append((numbers, _sign(group), (*settings, group["nesterov"])))
+            numbers += found
+        calls.append((numbers, -1.0 if group["maximize"] else 1.0, settings))
     return calls
 
 
+def _adam_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+    return group["lr"], *group["betas"], group["eps"], group["weight_decay"], decoupled
+
+
+def _adam_numbers(
+    group: Mapping[str, Any], parameter: torch.Tensor, state: Mapping[str, Any]
+) -> tuple[int, ...] | None:
+    """Returns the numbers of a parameter for the compiled `adam`; None if PyTorch must make the step."""
+    gradient, mean, square, step = (
+        parameter.grad,
+        state.get("exp_avg"),
+        state.get("exp_avg_sq"),
+        state.get("step"),
+    )
+    if gradient is None or mean is None or square is None or not isinstance(step, torch.Tensor):
+        return None
+    if (
+        step.dtype is not torch.float32
+        or not step.is_cpu
+        or not _are_alike(parameter, gradient, mean, square)
+    ):
+        return None
+    return (
+        parameter.data_ptr(), gradient.data_ptr(), mean.data_ptr(), square.data_ptr(), step.data_ptr(),
+        parameter.numel(),
+    )  # fmt: skip
+
+
+def _sgd_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return group["lr"], group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
+
+
+def _sgd_numbers(
+    group: Mapping[str, Any], parameter: torch.Tensor, state: Mapping[str, Any]
+) -> tuple[int, ...] | None:
+    """Returns the numbers of a parameter for the compiled `sgd`; None if PyTorch must make the step."""
+    gradient = parameter.grad
+    velocity = state.get("momentum_buffer") if group["momentum"] else gradient  # not used without momentum
+    if gradient is None or velocity is None or not _are_alike(parameter, gradient, velocity):
+        return None
+    of_velocity = velocity.data_ptr() if group["momentum"] else 0
+    return parameter.data_ptr(), gradient.data_ptr(), of_velocity, parameter.numel()
+
+
 def _is_plain(group: Mapping[str, Any], settings: Sequence[object]) -> bool:
-    """Returns True if a group is fused, and its settings are numbers and not tensors."""
+    """Returns True if a group is fused, without options that the compiled functions lack; settings are numbers."""
     return (
         group.get("fused") is True
         and not group.get("capturable")
+        and not group.get("amsgrad")
         and all(isinstance(value, float | int) for value in settings)
     )
-
-
-def _sign(group: Mapping[str, Any]) -> float:
-    return -1.0 if group["maximize"] else 1.0
 
 
 def _are_alike(*tensors: torch.Tensor) -> bool:

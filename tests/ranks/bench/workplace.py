@@ -28,7 +28,7 @@ global_batch = 32
 every_steps = 1
 """
 
-# A task that lies beside its recipe, and fails, always or with one thread, or sleeps, where it is told to.
+# A task in the folder of its recipe. It fails always, or with one thread only, or sleeps, as the test asks.
 TASK = """
 import os, time, torch
 from hpctrain.tasks.digits import Digits
