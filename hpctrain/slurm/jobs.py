@@ -62,6 +62,8 @@ def record_submission(run_directory: Path, submission: Submission) -> None:
     writer = RecordWriter(record_path(run_directory))
     writer.write({"time": time.time(), **asdict(submission)})
     writer.close()
+    if writer.error is not None:
+        raise writer.error
 
 
 def recorded_ids(run_directory: Path) -> list[str]:

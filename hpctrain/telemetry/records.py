@@ -51,6 +51,9 @@ class RecordWriter:
     written, and the file is created at once. sinks: objects that receive every record, also records that are not
     written.
 
+    Attributes:
+        error: The error that ended the writing; None so far.
+
     After a resume, a step that the killed run had recorded after its last checkpoint is in the file twice; the later
     record counts.
     """
@@ -72,6 +75,7 @@ class RecordWriter:
         self._kept: list[dict[str, Any]] = []  # not written yet
         self._written_at = clock()
         self._ended = False
+        self.error: OSError | None = None
         self._file: IO[bytes] | None = self._open() if kinds is None else None
 
     def write(self, record: dict[str, Any]) -> None:
@@ -119,6 +123,7 @@ class RecordWriter:
                 data = data[self._file.write(data) :]
         except OSError as error:
             # A full disk must not end the training.
+            self.error = error
             print(
                 f"hpctrain: no further records are written to {self._path}: {error.strerror}",
                 file=sys.stderr,

@@ -112,6 +112,18 @@ class LoopSubject:
 
 
 @final
+def rows_of(batch: Any) -> BatchRows:
+    """Returns the samples of a batch of a user's loop. Their indices are known only for a `Batch` of hpctrain."""
+    fields = as_fields(batch)
+    num_rows = next((len(t) for t in fields.values() if t.dim()), 0)
+    found = batch.indices if isinstance(batch, Batch) else None
+    indices = None if found is None else [int(i) for i in found[:num_rows]]
+    not_finite = rows_not_finite(fields, num_rows)
+    if indices is not None:
+        not_finite = [(indices[row], name) for row, name in not_finite]
+    return BatchRows(indices=indices, hashes=row_hashes(fields, num_rows), not_finite=not_finite)
+
+
 class LoopTrial:
     """A `Trial` of a user's loop."""
 
@@ -201,13 +213,7 @@ class LoopTrial:
         return _mapped(batch, lambda t: t.double() if self._double and t.is_floating_point() else t)
 
     def rows(self, batch: Any) -> BatchRows:
-        fields = as_fields(batch)
-        num_rows = next((len(t) for t in fields.values() if t.dim()), 0)
-        indices = batch.indices if isinstance(batch, Batch) else None
-        return BatchRows(
-            indices=None if indices is None else [int(i) for i in indices[:num_rows]],
-            hashes=row_hashes(fields, num_rows), not_finite=rows_not_finite(fields, num_rows),
-        )  # fmt: skip
+        return rows_of(batch)
 
     def part(self, batch: Any, rows: Sequence[int]) -> Any:
         return _mapped(batch, lambda t: t[list(rows)] if t.dim() else t)

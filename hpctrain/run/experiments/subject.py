@@ -26,7 +26,7 @@ class BatchRows:
         indices: The indices of the samples in the dataset; None if unknown.
         hashes: Hashes of the samples' content.
         not_finite: A pair (sample, field) for each field of a sample that has NaN or infinity. A sample is given by its
-            index in the dataset if the subject is a recipe, else by its row in the batch.
+            index in the dataset if `indices` is not None, else by its row in the batch.
     """
 
     indices: Sequence[int] | None

@@ -238,7 +238,10 @@ def _ring_chunk(num_bytes: float, count: int, *, share: float, layout: Layout, m
 
 
 def _sums(slice_bytes: float, *, others: int, share: float, machine: Machine) -> float:
-    """Returns the seconds to add `others` slices and, unless the wire is float32, to encode and decode them twice."""
+    """Returns the seconds to add `others` slices.
+
+    Unless the wire is float32, this includes encoding the slices once and decoding them twice.
+    """
     node = machine.node
     coding = 0.0 if share == 1.0 else 3 * others * slice_bytes / node.code_bytes_per_s
     return others * slice_bytes / node.sum_bytes_per_s + coding

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hpctrain.launch import parse_duration
 from hpctrain.slurm import newest_job
-from hpctrain.slurm.jobs import Job, explain_reason, parse_sacct, parse_squeue
+from hpctrain.slurm.jobs import (
+    Job,
+    Submission,
+    explain_reason,
+    parse_sacct,
+    parse_squeue,
+    record_path,
+    record_submission,
+)
 
 RUNNING = "1|RUNNING|None|0:05|10:00|9:55|2|2026-11-24T07:11:46|hpct[0-1]\n"
 QUEUED_AGAIN = "1|PENDING|BeginTime|0:00|10:00|10:00|2|2026-11-24T07:12:04|\n"
@@ -96,3 +106,16 @@ def test_reasons_are_explained(reason: str, meaning: str) -> None:
 
 def test_an_unknown_reason_is_left_as_it_is() -> None:
     assert explain_reason("SomethingNew") is None
+
+
+def test_a_job_that_cannot_be_recorded_on_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    path = record_path(tmp_path)
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/dev/full")
+    submission = Submission(
+        job_id="7", by="submit", script="job.sbatch", recipe="recipe.toml", overrides=(), folder=".", nodes=1,
+        tasks_per_node=1, is_array=False, is_shrinkable=False,
+    )  # fmt: skip
+
+    with pytest.raises(OSError, match="No space left"):
+        record_submission(tmp_path, submission)

@@ -23,7 +23,6 @@ class SampleFacts:
     - repeated: for each sample that the ranks together get more than once, and more often than one process, how often
       the ranks get the sample.
     - missing: the number of samples that one process gets and no rank gets.
-    - padded: the number of samples that complete the last batch of some ranks, at most one per rank.
     - not_finite: the samples with NaN or infinity, by field.
     - content_by_rank: samples whose content differs between ranks that each read the same batch alone.
     - content_by_share: samples whose content differs between an epoch that the ranks read together and an epoch that
@@ -45,7 +44,6 @@ class SampleFacts:
     has_equal: bool = False
     repeated: Mapping[str, int] = field(default_factory=dict)
     missing: int = 0
-    padded: int = 0
     not_finite: Mapping[str, Sequence[int]] = field(default_factory=dict)
     content_by_rank: Sequence[int] = ()
     content_by_share: Sequence[int] = ()

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from hpctrain.data import Batch
 from hpctrain.run.experiments.causes.observations import find_drift
 from hpctrain.run.experiments.measuring.own_state import (
     GeneratorWatch,
@@ -31,7 +32,7 @@ from hpctrain.run.experiments.measuring.trace import (
     factor_between,
     keep,
 )
-from hpctrain.run.experiments.own_loop import _is_shuffled
+from hpctrain.run.experiments.own_loop import _is_shuffled, rows_of
 from hpctrain.run.experiments.subject import BatchRows
 
 NUMBERS = TensorDataset(torch.arange(16))
@@ -271,3 +272,14 @@ def test_dropout_off_draws_nothing_and_other_draws_are_seen() -> None:
         random.random()
         np.random.rand()
     assert watch.used == {"python", "numpy"}
+
+
+def test_samples_that_are_not_finite_are_named_by_their_index_in_the_dataset() -> None:
+    fields = {"x": torch.tensor([[1.0], [math.nan], [2.0], [math.inf]]), "y": torch.zeros(4)}
+    batch = Batch(
+        fields=fields, epoch=0, start=0, num_samples=4, global_samples=4, indices=torch.tensor([70, 71, 5, 6])
+    )
+
+    assert rows_of(batch).not_finite == [(71, "x"), (6, "x")]
+    assert rows_of(batch).names() == [70, 71, 5, 6]
+    assert rows_of(fields).not_finite == [(1, "x"), (3, "x")]  # by row: no indices are known
