@@ -305,8 +305,11 @@ class Pipeline:
         Collective over the world.
 
         inputs: the inputs of the first stage, shape (micro_batches * rows, ...). Ranks without the first stage pass any
-        tensor of the same shape and dtype, such as a tensor on the meta device. loss_of: called for each micro-batch on
-        the rank with the last stage. Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
+        tensor of the same shape and dtype, such as a tensor on the meta device.
+        loss_of: function that returns the loss of a micro-batch from the model's output and the index of the
+        micro-batch. It is called on the rank with the last stage.
+
+        Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
         """
         kinds = self._kinds_for(inputs, parts=self._plan.micro_batches)
         if self._scheduled != kinds:
@@ -400,7 +403,9 @@ class Pipeline:
                         module.reshard()
 
     def _try(self, number: int, given: _Kind) -> list[Any]:
-        """Runs one of this rank's stages on zeros. Returns shape and dtype of the output as JSON values.
+        """Runs the stage with index `number` on zeros. Returns shape and dtype of the output as JSON values.
+
+        given: shape and dtype of the stage's input.
 
         Raises UsageError if the stage fails, or does not return one tensor with the samples along dimension 0.
         """
@@ -422,7 +427,10 @@ class Pipeline:
         return [list(output.shape), str(output.dtype).removeprefix("torch.")]
 
     def _make_schedule(self, kinds: list[_Kind]) -> None:
-        """Creates PyTorch's schedule, with buffers of these shapes. Collective over the pipeline's ranks."""
+        """Creates PyTorch's pipeline schedule. Collective over the pipeline's ranks.
+
+        kinds: shape and dtype of each stage's input, and of the last output, for which buffers are allocated.
+        """
         from torch.distributed import pipelining
 
         self._stages.clear()

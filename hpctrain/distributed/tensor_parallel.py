@@ -68,6 +68,8 @@ class SequenceParts:
     def as_input(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the whole sequence of features, for a layer of which this rank computes some outputs. Collective.
 
+        part: this rank's part of the sequence of features.
+
         The gradient on each rank covers only the outputs of that rank. Backward sums the gradients over the ranks, and
         splits the sum along the sequence again.
         """
@@ -85,7 +87,9 @@ class SequenceParts:
         return DTensor.from_local(rows, self._mesh, (Replicate(),), grad_placements=(Partial(),))
 
     def as_output(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the whole sequence of features, for layers that every rank computes alike.
+        """Returns the whole sequence of features, for layers in which every rank computes the same.
+
+        part: this rank's part of the sequence of features.
 
         Collective in forward only.
         """
@@ -222,7 +226,11 @@ _Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 def _changes(
     module: nn.Module, how: str, *, parts: SequenceParts | None
 ) -> tuple[list[_Change], list[_Change]]:
-    """Returns the functions that are applied to a module's input, and those applied to its output, in order."""
+    """Returns the functions that are applied to a module's input, and those applied to its output, in order.
+
+    how: style by which the plan splits the module.
+    parts: converts parts of sequences; None without sequence parallelism.
+    """
     before: list[_Change] = []
     after: list[_Change] = []
     if isinstance(module, nn.Linear):
@@ -407,7 +415,10 @@ def _shared_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _dimension(module: nn.Module, how: str) -> str | None:
-    """Returns the name of the attribute with the size of the split dimension; None if the module cannot be split so."""
+    """Returns the name of the module's attribute with the size of the dimension that is split by the style `how`.
+
+    Returns None if the module cannot be split by this style.
+    """
     return next(
         (name for (kind, style), name in _DIMENSIONS.items() if style == how and isinstance(module, kind)),
         None,

@@ -255,7 +255,7 @@ class OperationThread:
     def run(
         self, operation: Callable[[], None], outputs: Sequence[torch.Tensor], *, behind: bool
     ) -> CollectiveWork:
-        """Runs `operation` and returns its work. Raises UsageError after `close`.
+        """Runs `operation` and returns its work (PyTorch's handle). Raises UsageError after `close`.
 
         behind: True: `run` returns at once. False: the operation has ended when `run` returns.
         """
@@ -280,9 +280,10 @@ class OperationThread:
         return CollectiveWork(task, outputs, thread=self)
 
     def advance_to(self, task: concurrent.futures.Future[None]) -> None:
-        """Called by a callback on this thread, runs the pending operations up to and including that of `task`.
+        """Runs the pending operations up to and including that of `task`. Does nothing on other threads than this one.
 
-        That operation would otherwise not start before the callback ends.
+        A callback on this thread calls this method, because the operation would otherwise not start before the callback
+        ends.
         """
         while threading.get_ident() == self._thread and not task.done():
             self._run_next()

@@ -121,7 +121,7 @@ class HorovodGroup(Attributes):
         return self._to_horovod(torch.zeros(self.num_ranks, 1, 1, dtype=torch.int32, device=buffer.device))
 
     def _chunks(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
-        """Yields the chunks of `buffer`, one per operation, and the suffix of each operation's name.
+        """Yields (chunk, suffix) per Horovod operation: a chunk of `buffer`, and the suffix of the operation's name.
 
         The first operation has no suffix, so that Horovod compares its chunk with the other ranks' buffers. The suffix
         of later operations contains the buffer's length: otherwise the rest of a longer buffer would be matched with
@@ -131,9 +131,12 @@ class HorovodGroup(Attributes):
             yield chunk, f".{buffer.numel()}" if number else ""
 
     def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int], str]]:
-        """Yields each window of `windows_of`, with the suffix of the name of the operation for that window.
+        """Splits slices that are too long for one Horovod operation; yields what each operation transfers.
 
-        The windows are those of slices that are padded to the widest slice, as Horovod requires.
+        Each item has the start and the width of the piece of every rank's slice (see `windows_of`), and the suffix of
+        the operation's name. Horovod pads all slices to the widest one, so the padded slices must fit into the limit.
+
+        counts: number of elements in each rank's slice.
         """
         padded = [max(counts)] * len(counts)
         for number, (begins, widths) in enumerate(windows_of(padded, max_elems=self._chunk_elems)):

@@ -3,10 +3,10 @@
 MPI receives numpy views of CPU tensors, without a copy. Tensors on another device are copied to the host, which works
 with every MPI, including those without device support.
 
-Half types have no MPI type and are sent as 16-bit integers. They are summed by slices: an all-to-all of the slices, a
-float32 sum in rank order at the owner of each slice, one rounding, and an all-gather. That sends as many bytes as a
-ring all-reduce. Groups that wait by polling (see `MpiGroup`) also sum large buffers of the other types by slices, and
-send large slices in a ring (`mpi_messages.py`).
+float16 and bfloat16 have no MPI type and are sent as 16-bit integers. They are summed by slices: an all-to-all of the
+slices, a float32 sum in rank order at the owner of each slice, one rounding, and an all-gather. That sends as many
+bytes as a ring all-reduce. Groups that wait by polling (see `MpiGroup`) also sum large buffers of the other types by
+slices, and send large slices in a ring (`mpi_messages.py`).
 
 Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations in MPICH,
 section 4.5 (reduce-scatter followed by all-gather).
@@ -59,7 +59,7 @@ _EXCHANGED_BYTES = 1 << 22
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Returns a numpy view of a CPU tensor: 16-bit integers for the half types."""
+    """Returns a numpy view of a CPU tensor; float16 and bfloat16 are viewed as 16-bit integers."""
     tensor = tensor.detach()
     if tensor.dtype in HALF_TYPES:
         tensor = tensor.view(torch.int16)
@@ -68,7 +68,7 @@ def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _is_exact(buffer: torch.Tensor) -> bool:
-    """Returns False for half types: each addition in a ring would round them."""
+    """Returns False for float16 and bfloat16, because each addition in a ring would round the sum."""
     return buffer.dtype not in HALF_TYPES
 
 
@@ -318,5 +318,8 @@ class MpiGroup(Attributes):
             self._call("Allgatherv", self._mpi.IN_PLACE, whole_of)
 
     def _fits_ring(self, whole: torch.Tensor) -> bool:
-        """Returns True if the parts of `whole` are large enough to be sent in a ring; the same value on every rank."""
+        """Returns True if the ranks' parts of `whole` are large enough on average to be sent in a ring.
+
+        whole: buffer with the parts of all ranks, of the same size on every rank. The result is therefore the same too.
+        """
         return whole.numel() * whole.element_size() >= self.num_ranks * _RING_BYTES

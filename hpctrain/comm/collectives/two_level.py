@@ -151,7 +151,7 @@ class Traffic:
         return _CountedMessages(messages, traffic=self, elsewhere=self._elsewhere(comm))
 
     def _elsewhere(self, comm: Collective) -> list[bool]:
-        """Returns one value per rank of the group: True if that rank is on another node than this rank."""
+        """Returns one value per rank of `comm`: True if that rank is on another node than this rank."""
         node = self._topology.node_of(comm.members[comm.rank])
         return [self._topology.node_of(member) != node for member in comm.members]
 

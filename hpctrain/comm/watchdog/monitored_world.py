@@ -326,7 +326,11 @@ class MonitoredGroup(Attributes):
 
     @contextlib.contextmanager
     def _during(self, operation: str, detail: str = "", *, same: str = "") -> Iterator[None]:
-        """Runs one operation under the deadline, after a check that its signature is the same on all ranks."""
+        """Puts the `with` block, one operation, under the deadline, after a check that all ranks pass equal arguments.
+
+        operation, detail: name and arguments of the operation, for messages.
+        same: further arguments that must be the same on all ranks.
+        """
         signature = " ".join(filter(None, [operation, detail, same]))
         with self._watcher.during(self._track, operation, detail, signature=signature):
             self.agree(signature)
@@ -340,6 +344,8 @@ class MonitoredGroup(Attributes):
 
     def agree(self, signature: str) -> None:
         """Raises BufferMismatch on every rank, naming the ranks that differ, unless `signature` is equal on all.
+
+        signature: text with the name and the arguments of an operation.
 
         Collective. The signatures are compared only if the backend is MPI, which compares nothing itself: if the buffer
         of one rank differs, MPI returns wrong sums, hangs, or fails on some ranks. The check costs one all-reduce of 16
@@ -414,7 +420,7 @@ class Monitored(Forwarding):
         self._topology = topology
 
     def publish_in(self, directory: Path) -> None:
-        """Starts to publish the ranks' positions in `directory`, with one file per node. Collective.
+        """Starts to publish in `directory` what the ranks are doing, with one file per node. Collective.
 
         directory: folder that all ranks see; it is created if it does not exist.
 
