@@ -205,8 +205,8 @@ def check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> N
     """
     if found != wanted:
         raise BufferMismatch(
-            f"{operation} over {num_ranks} ranks: the parts of all ranks must have as many elements as the whole tensor, "
-            f"but the numbers are {found} and {wanted}"
+            f"{operation} over {num_ranks} ranks: the parts of all ranks must have as many elements as the whole "
+            f"tensor, but the numbers are {found} and {wanted}"
         )
 
 

@@ -444,8 +444,8 @@ def alltoall_async(
     sent = [rows // size] * size if splits is None else torch.as_tensor(splits).tolist()
     if len(sent) != size or sum(sent) != rows or min(sent) < 0:
         raise HorovodValueError(
-            f"alltoall of {rows} rows to {size} ranks: splits must be {size} numbers of 0 or more that add up to {rows}, "
-            f"not {sent}"
+            f"alltoall of {rows} rows to {size} ranks: splits must be {size} numbers of 0 or more that add up to "
+            f"{rows}, not {sent}"
         )
     part = tensor.detach().contiguous()
     like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)

@@ -61,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802
     chosen = chosen_op(op, None)
     if gradient_predivide_factor != 1.0 and chosen is not Average:
         raise HorovodValueError(
-            "gradient_predivide_factor is set, which is possible only with op=hvd.Average: leave it out, or use hvd.Average"
+            "gradient_predivide_factor is only for op=hvd.Average: leave it out, or use op=hvd.Average"
         )
     if backward_passes_per_step < 1:
         raise HorovodValueError(f"backward_passes_per_step is {backward_passes_per_step}: give at least 1")

@@ -26,7 +26,7 @@ def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) ->
 
 
 def claim_run_directory(directory: Path, *, comm: Collective) -> None:
-    """Takes the lease on the run directory for rank 0's process. Collective.
+    """Locks the run directory for this run, by a lease that rank 0's process holds. Collective.
 
     Raises LaunchError on every rank, naming the other process, if another run uses the directory.
     """

@@ -100,7 +100,10 @@ def figures_of_starts(
 
 
 def read_figures_of_starts(directory: Path) -> list[Value]:
-    """Returns `figures_of_starts` of a run directory. Unreadable lines are skipped. For rank 0."""
+    """Returns metrics about all starts of the run in `directory`; see `figures_of_starts`. For rank 0.
+
+    Unreadable lines of the files are skipped.
+    """
     requeues = os.environ.get("SLURM_RESTART_COUNT", "")
     return figures_of_starts(
         _lines(directory / "starts.jsonl"),

@@ -61,7 +61,7 @@ def propose(*, host_rank: int, number: int | None = None) -> Proposal:
 def _identity_of(index: int) -> str:
     """Returns an identifier of the device that is unique on this machine.
 
-    It is the same in processes that number the devices differently.
+    The identifier is the same in processes that number the devices differently.
     """
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     if uuid is not None:
@@ -103,11 +103,16 @@ def _lowest_with_problem(comm: Collective, problem: str) -> int | None:
 def agree_on_gpus(
     mine: Proposal, *, asked: str, comm: Collective, host: str, host_ranks: Sequence[int]
 ) -> str | None:
-    """Returns None if each rank uses the device that it proposes, else why all ranks use the CPU. Collective.
+    """Returns None if each rank uses the GPU that it proposes, else why all ranks use the CPU. Collective.
 
-    The returned text is empty if no rank has a GPU. mine: this rank's proposal. asked: `auto`, `cuda` or `cuda:N`.
-    host_ranks: the ranks of this machine, `host`. Raises LaunchError on every rank, naming all ranks that have a
-    problem, if `cuda` or `cuda:N` cannot be used.
+    The returned text is empty if no rank has a GPU.
+
+    mine: this rank's proposal.
+    asked: `auto`, `cuda` or `cuda:N`.
+    host: name of this machine.
+    host_ranks: the ranks of this machine.
+
+    Raises LaunchError on every rank, naming all ranks that have a problem, if `cuda` or `cuda:N` cannot be used.
     """
     problem = mine.problem
     lowest = _lowest_with_problem(comm, problem)

@@ -154,7 +154,9 @@ class Trials:
     def open(self, *, on_ranks: bool, seed_change: int = 0, overlapped: bool = False) -> Iterator[Trial]:
         """Creates a trial (model, optimizer and data, ready to train), and closes the trial after the `with` block.
 
-        on_ranks: whether all ranks train together. overlapped: whether gradients are summed during backward.
+        on_ranks: whether all ranks train together.
+        seed_change: the number that is added to the generators' seed.
+        overlapped: whether gradients are summed during backward.
         """
         session = together(self.session) if on_ranks else alone(self.session)
         if overlapped:

@@ -199,7 +199,8 @@ def _measured(runner_of: RunnerOf, layers: Sequence[nn.Module], batch: Batch) ->
     runner_of(chain).loss(batch)
     if chain.output is None:
         raise UsageError(
-            "the task's loss did not call its model: in a pipeline the call passes the batch to the first stage"
+            "the task's loss did not call its model: in a pipeline it must, since the call passes the batch to the "
+            "first stage"
         )
     output = chain.output.requires_grad_(chain.output.is_floating_point())
     runner = runner_of(_Given(output))
@@ -519,7 +520,11 @@ class _Makers:
         self._make_task = make_task
 
     def runner(self, saving: Recomputation, *, split_as: ParallelPlan | None = None) -> TaskRunner:
-        """Returns a runner with a new model, or with the part of it that one rank of a tensor group holds."""
+        """Returns a runner with a new model, or with the part of a new model that one rank of a tensor group holds.
+
+        saving: the kind of activation checkpointing.
+        split_as: the way to split the layers; None: the model is whole.
+        """
         seed_generators(derive_seed(self._recipe.run.seed, "model"))
         task = self._make_task()
         model = build_model(self._recipe, task, device=_CPU)

@@ -52,9 +52,11 @@ class RankGroups:
         return self.num_data_ranks(plan)
 
     def ring(self, plan: ParallelPlan, *, place: int = 0, within: bool = False, across: bool = False) -> Sent:
-        """Returns the bytes that a rank sends to gather one byte over the data-parallel ranks of the stage `place`.
+        """Returns the bytes that a rank sends to gather one byte over the data-parallel ranks of a pipeline stage.
 
-        within: only over the ranks of one node. across: only over one rank per node.
+        place: index of the stage.
+        within: gather only over the ranks of one node.
+        across: gather only over one rank per node.
         """
         return self._ring_of(plan.pipeline, plan.tensor, place, within, across)
 
@@ -172,7 +174,7 @@ class ModelSizes:
         return replace(self, parameters=tuple(p.part(tensor) for p in self.parameters))
 
     def on_place(self, place: int, *, stages: StageSizes, pipeline: int) -> ModelSizes:
-        """Returns what the pipeline ranks with index `place` hold, with all buffers."""
+        """Returns the part of the model that the pipeline ranks with index `place` hold, with all buffers of the model."""
         own = tuple(p for p in self.parameters if stages.stage_of[p.name] % pipeline == place)
         return replace(self, parameters=own)
 

@@ -360,21 +360,21 @@ def _rows_of(shape: tuple[int, ...], first: int, stop: int) -> Box:
 
 
 def _position_in(document: Mapping[str, Any]) -> Position:
-    """Returns the position in a checkpoint's document.
+    """Returns the position (the progress of the training) in a checkpoint's JSON document.
 
-    Raises KeyError, TypeError or ValueError unless it consists of four integers of 0 or more.
+    Raises KeyError, TypeError or ValueError unless the position consists of four integers of 0 or more.
     """
     found = {field.name: document["position"][field.name] for field in fields(Position)}
     wrong = {name: n for name, n in found.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
     if wrong:
-        raise ValueError(f"its position is {wrong!r:.100}")
+        raise ValueError(f"its position must have integers of 0 or more, but has {wrong!r:.100}")
     return Position(**found)
 
 
 def _saved(held: StateTensor) -> Replicated | TensorShard:
-    """Converts a tensor of the updater to a checkpoint item.
+    """Converts a tensor of the updater's state to a tensor for a checkpoint.
 
-    The item is replicated if this rank holds the whole tensor, otherwise a shard.
+    The result is a replicated tensor if this rank holds the whole tensor, otherwise a shard.
     """
     name = f"{_UPDATER}{held.name}"
     if tuple(held.tensor.shape) == held.global_shape:
@@ -434,7 +434,7 @@ class FiniteCheck:
         self._said = False
 
     def before_save(self, model: torch.nn.Module, *, step: int) -> None:
-        """Checks the parameters and buffers that the checkpoint of `step` will hold.
+        """Warns if parameters or buffers that the checkpoint of `step` will hold are not finite.
 
         Collective: each rank checks a share of the values.
         """
@@ -496,7 +496,10 @@ def resume(
     else:
         found = load_newest_good(source, comm=comm, regions=regions)
         if found is None and named:
-            raise CheckpointError(f"--resume {source}: there is no checkpoint", agreed=True)
+            raise CheckpointError(
+                f"--resume {source}: there is no checkpoint: give a checkpoint, or a folder with one",
+                agreed=True,
+            )
         if found is None:
             return Resumed(position=Position(), path=None)
         checkpoint, tensors = found.checkpoint, found.tensors

@@ -58,7 +58,7 @@ class TrainingParts:
         outside: The optimizer's parameters that are not in the model, by name.
         made_with: The optimizer's options at the first `load_state`; before that, when the updater was made.
         trained: The ids (`id()`) of the trained parameters.
-        has_begun: True if `load` has set `made_with`.
+        has_begun: True if the first `load_state` has set `made_with`.
         noted: True if the user was told that the state of a scheduler is not saved.
     """
 

@@ -35,7 +35,7 @@ class LossWeights:
     Args:
         task: The task.
         comm: The communicator of all ranks; None: there is one rank.
-        counts: False on a rank whose samples another rank counts.
+        counts: False on a rank that computes the same samples as another rank, which counts them.
         unit: The unit of an earlier start of this run; None: the ranks choose a unit.
         every_step: True to agree on a unit in each step.
     """
@@ -165,7 +165,7 @@ class LossWeights:
         return loss, factor
 
     def _agree(self, *, given: bool | None, error: HpctrainError | None = None) -> None:
-        """Exchanges whether the task gives weights, and chooses the unit.
+        """Exchanges whether the task gives weights, and chooses the unit, by which all weights are divided.
 
         Collective in a step in which the ranks agree.
 

@@ -76,7 +76,13 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unfinished:
-    """The state after a step that ended with an error. `before`, `gradients` and `options` are as in `StepTrace`."""
+    """The state after a step that ended with an error.
+
+    before: the parameters when the optimizer was called; None if it was not called.
+    gradients: the gradients when the optimizer was called; None if it was not called.
+    options: the options of the optimizer's groups when it was called, or after the error if it was not called.
+    parameters: the parameters after the error.
+    """
 
     before: TensorSample | None
     gradients: TensorSample | None
@@ -113,7 +119,10 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep(named: Iterable[tuple[str, torch.Tensor]]) -> TensorSample:
-    """Copies samples and hashes of tensors for later comparison."""
+    """Returns a copy of some elements, and a hash, of each tensor, for later comparison.
+
+    named: the tensors with their names.
+    """
     values, hashes = {}, {}
     for name, tensor in named:
         full = gather_whole(tensor)
