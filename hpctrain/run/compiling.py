@@ -112,7 +112,7 @@ def _private_folder(environ: MutableMapping[str, str]) -> Path:
 
 @final
 class _CompiledForward:
-    """The compiled `forward` of a module, which replaces the method. A copy of the module has the plain method again."""
+    """The compiled `forward` of a module, which replaces the method. A copy of the module has the plain method."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module

@@ -337,7 +337,7 @@ class AllReduceAsked:
         for num_bytes in self.sizes_bytes:
             if num_bytes % ELEMENT_BYTES:
                 raise UsageError(
-                    f"--sizes: {num_bytes} bytes are not a whole number of float32 ({ELEMENT_BYTES} bytes each)"
+                    f"--sizes: {num_bytes} bytes are not a whole number of float32: give multiples of {ELEMENT_BYTES} bytes"
                 )
         if self.repeats < 1 or self.warmup < 0 or self.in_flight < 1:
             raise UsageError(
@@ -348,7 +348,7 @@ class AllReduceAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceRow:
-    """A row of the table. Bandwidths are in bytes/s.
+    """A row of the table: one combination of size, algorithm and wire format. Bandwidths are in bytes/s.
 
     Attributes:
         algorithm: The requested algorithm, such as `auto`.
@@ -487,7 +487,11 @@ def _memory_for_buckets(comm: Collective) -> float:
 def _make(
     pairs: Sequence[tuple[str, str]], make: MakeReducer, *, left_out: dict[str, list[tuple[str, str]]]
 ) -> dict[tuple[str, str], BucketReducer]:
-    """Returns the reducers that can run on these ranks. Adds the other pairs to `left_out`, by reason."""
+    """Creates the reducers of those `pairs` (algorithm, wire format) that can run on these ranks, and returns them.
+
+    make: function that creates one reducer.
+    left_out: the other pairs are added to it, by the reason why they cannot run.
+    """
     reducers: dict[tuple[str, str], BucketReducer] = {}
     for algorithm, wire in pairs:
         try:

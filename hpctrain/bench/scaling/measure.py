@@ -130,7 +130,7 @@ def summarize_run(
     job: str | None,
     with_environment: bool,
 ) -> ScalingRun:
-    """Returns the run's entry of the document. A pure function.
+    """Returns the run's entry of the sweep's JSON document. A pure function.
 
     steps: for each rank, its records of the measured steps. Raises LaunchError if the records have no hash of their
     samples.

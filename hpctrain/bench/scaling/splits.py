@@ -157,7 +157,7 @@ def _how_to_start(ranks: int, *, settings: SweepSettings, recipe: str) -> str:
 def busy_notes(busy: Sequence[float]) -> list[str]:
     """Returns a note if other programs used the cores, which slows down ranks with many threads the most.
 
-    busy: the share of the machine's CPU time that they used before each run.
+    busy: the share of the machine's CPU time that other programs used before each run.
     """
     used = fmean(busy) if busy else 0.0
     if used < BUSY_FROM:

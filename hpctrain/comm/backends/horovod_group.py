@@ -148,7 +148,7 @@ class HorovodGroup(Attributes):
             yield begins, widths, f".{sum(counts)}" if number else ""
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """See `Collective.all_reduce`.
+        """Reduces `buffer` over the ranks, in place; see `Collective.all_reduce`.
 
         float16 is summed in float16. MAX of buffers with NaN depends on the MPI library.
         """
@@ -166,7 +166,10 @@ class HorovodGroup(Attributes):
                 chunk.copy_(result)
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
-        """See `Collective.start_all_reduce`. Sums that are started together share one cycle of Horovod's thread."""
+        """Starts summing `buffer` over the ranks, in place; see `Collective.start_all_reduce`.
+
+        Sums that are started together share one cycle of Horovod's thread.
+        """
         given = self._to_horovod(buffer)
         if given is not buffer or not 0 < buffer.numel() <= self._chunk_elems:
             self.all_reduce(buffer)
@@ -266,7 +269,10 @@ class HorovodGroup(Attributes):
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """See `Collective.all_to_all`. Raises CommunicationError for 2^31 elements or more, Horovod's limit."""
+        """Sends each rank its slice of `buffer`; see `Collective.all_to_all`.
+
+        Raises CommunicationError for 2^31 elements or more, Horovod's limit.
+        """
         check_exchange(
             buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
             num_ranks=self.num_ranks,

@@ -165,7 +165,7 @@ class HorovodOverMpi(Forwarding):
         return "horovod"
 
     def open_reduction_world(self) -> World:
-        """See `World.open_reduction_world`.
+        """Returns a world of the same ranks over Horovod; see `World.open_reduction_world`. Collective.
 
         Starts Horovod unless Horovod is already running. Raises LaunchError if Horovod does not start.
         """

@@ -148,7 +148,10 @@ class MpiGroup(Attributes):
             getattr(self._comm, operation)(*arguments, **options)
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """See `Collective.all_reduce`. For MAX, the result for buffers that contain NaN depends on the MPI library."""
+        """Reduces `buffer` over the ranks, in place; see `Collective.all_reduce`.
+
+        For MAX, the result for buffers that contain NaN depends on the MPI library.
+        """
         check_buffer(buffer, operation="all_reduce", rank=self.rank)
         with self._reported("all_reduce"), on_host(buffer) as host:
             for chunk in host.split(self._chunk_elems):
@@ -215,7 +218,7 @@ class MpiGroup(Attributes):
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """See `Collective.all_to_all`. Sends point-to-point messages.
+        """Sends each rank its slice of `buffer`, by point-to-point messages; see `Collective.all_to_all`.
 
         Long buffers must be split into chunks. With Alltoallv all ranks would first have to agree on the chunks, since
         their counts differ. With messages no agreement is needed: sender and receiver both know the length of the

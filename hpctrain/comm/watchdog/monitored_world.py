@@ -515,7 +515,10 @@ class Monitored(Forwarding):
     def open_group(
         self, members: Sequence[int], *, compared: bool = True
     ) -> tuple[Collective, PeerMessages | None] | None:
-        """See `World.open_group`. compared: False if the caller compares the arguments of the operations itself."""
+        """Creates a communicator for the world ranks `members`, with a deadline; see `World.open_group`.
+
+        compared: False if the caller checks itself that all ranks pass equal arguments to each operation.
+        """
         # A track of its own: the world's is the same on all ranks, and only some take part.
         self._num_groups[tuple(members)] += 1
         name = self._within(f"group {self._num_groups[tuple(members)]} of {describe_ranks(members)}")
@@ -557,7 +560,7 @@ class Monitored(Forwarding):
         return MonitoredTransport(inner, track=self._watcher.track(group=name, members=self.members))
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """See `World.remote_memory`.
+        """Returns memory that all ranks can read; see `World.remote_memory`. Collective.
 
         The deadline applies to the creation of the memory. It does not apply to reads, since no other rank takes part
         in a read.

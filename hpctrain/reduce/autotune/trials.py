@@ -194,7 +194,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class _Running:
-    """A candidate that is being measured, and its measurements: (bytes, seconds), the same on every rank."""
+    """A candidate reduction that is being measured, and its measurements: (bytes, seconds), the same on every rank."""
 
     candidate: Candidate
     reducer: BucketReducer
@@ -260,7 +260,10 @@ class _Trials:
         return self._seconds(begin)
 
     def time(self, reducer: BucketReducer, *, repeats: int) -> float:
-        """Returns the seconds of one reduction of bucket 0 on the slowest rank."""
+        """Returns the seconds of one reduction of bucket 0 on the slowest rank.
+
+        repeats: number of consecutive reductions that are timed together.
+        """
         begin = self._clock()
         for _ in range(repeats):
             run_to_end([reducer.reduce(0)])
@@ -269,7 +272,7 @@ class _Trials:
         return max(self._seconds(begin) / repeats, 1e-9)
 
     def _seconds(self, begin: float) -> float:
-        """Returns the longest time since `begin` over the ranks. It also synchronizes the ranks for the next trial."""
+        """Returns the longest time since `begin` over the ranks. This also synchronizes the ranks for the next trial."""
         end = self._clock()
         seconds, elapsed = self._largest(end - begin, end - self._began)
         self.left_s = self._budget_s - elapsed
@@ -291,7 +294,10 @@ class _Trials:
 
 @final
 class _Contest:
-    """Measures candidates, size by size, and drops slow ones. Methods are collective unless they say otherwise."""
+    """Measures candidate reductions, size by size, and drops slow ones.
+
+    Methods are collective unless they say otherwise.
+    """
 
     def __init__(
         self,

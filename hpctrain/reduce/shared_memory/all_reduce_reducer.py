@@ -347,10 +347,10 @@ class AllReduceReducer(TransportReducer):
         return factor if self._place.num_nodes == 1 else 1.0
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
-        """See `BucketReducer.finish`.
+        """Ends the reductions of a step: computes the gradient norm and sums `numbers` over the ranks. Collective.
 
-        With one node, the reductions also compute the sums of squares. If no reduction of the step has begun yet, the
-        reductions also sum the numbers.
+        See `BucketReducer.finish`. With one node, the reductions also compute the sums of squares, and sum `numbers` if
+        no reduction of the step has begun yet.
         """
         if not self._squares or self._place.num_nodes > 1:
             return all_reduced(self._all_squares, numbers, comm=comm)
@@ -415,7 +415,10 @@ class AllReduceReducer(TransportReducer):
         yield from until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
 
     def _add_carried(self) -> Iterator[bool]:
-        """Counts a reduced bucket. After the last bucket, waits for the numbers of all ranks and sums them."""
+        """Counts a reduced bucket. After the last bucket, sums the numbers that the ranks sum along with the buckets.
+
+        Yields like the generator of `reduce`, while it waits for the numbers of other ranks.
+        """
         carried = self._carried
         if carried is None:
             return
@@ -429,7 +432,7 @@ class AllReduceReducer(TransportReducer):
         return until(lambda: self._memory.raised(written, by=range(len(self._place.locals))))
 
     def _all_chunks(self, bucket: _Planned, *, first_tag: int) -> Iterator[bool]:
-        """Reduces this rank's parts of a bucket in order, up to `in_flight` of them at a time."""
+        """Reduces this rank's parts of a bucket in order, up to `in_flight` parts at a time."""
         active: deque[Iterator[bool]] = deque()
         for number in range(len(bucket.parts)):
             active.append(self._chunk(bucket, number, tag=(first_tag + 2 * number) % NUM_TAGS))
@@ -469,7 +472,11 @@ class AllReduceReducer(TransportReducer):
     def _deliver_into(
         self, buckets: Sequence[torch.Tensor], spans: Sequence[ElemRange]
     ) -> Callable[[int, torch.Tensor], None]:
-        """Returns a function that decodes a slice once and copies it into the bucket of every rank of the node."""
+        """Returns a function that decodes a slice once and copies it into the bucket of every rank of the node.
+
+        buckets: the bucket of each of the node's ranks.
+        spans: for each owner of a slice, the range of the slice in the bucket.
+        """
 
         def deliver(owner: int, data: torch.Tensor) -> None:
             span = spans[owner]

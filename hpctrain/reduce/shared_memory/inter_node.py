@@ -73,7 +73,9 @@ class Part:
 class Wire:
     """How a part is sent.
 
-    tag: first of two tags that only this part uses.
+    tag: first of two message tags that only this part uses.
+    transport: transport of the messages.
+    codec, feedback: encode the values, without and with error feedback.
     scratch: function of n that returns n bytes of memory.
     send: function like `Transport.send` that also counts the bytes.
     """
@@ -86,7 +88,12 @@ class Wire:
     send: Callable[..., Pending]
 
     def until(self, pending: Sequence[Pending]) -> Iterator[bool]:
-        """Waits for messages. Yields the same values as `bucket_reducer.until`."""
+        """Waits for messages. After each poll that finds them unfinished, yields whether there was progress.
+
+        pending: handles of the messages.
+
+        The first value is True, because the caller has made progress before the wait; all later values are False.
+        """
         progressed = True
         while not self.transport.all_done(pending):
             yield progressed
@@ -97,8 +104,9 @@ Deliver = Callable[[int, torch.Tensor], None]
 
 
 def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over its peers by the algorithm `direct`. A generator like `BucketReducer.reduce`.
+    """Sums `part` over the carriers of all nodes by the algorithm `direct`. A generator like `BucketReducer.reduce`.
 
+    wire: how the part is sent.
     deliver: function that is called once per slice, with the index of the slice's owner and the encoded sum.
     """
     size = wire.codec.num_bytes
@@ -169,9 +177,12 @@ def add_slices_in_order(
 
 
 def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over its peers by the algorithm `ring`, in which each rank sends only to the next rank.
+    """Sums `part` over the carriers of all nodes by the algorithm `ring`. A generator like `BucketReducer.reduce`.
 
-    Arguments as for `direct`.
+    Each carrier, the rank of its node that exchanges the part, sends only to the next carrier.
+
+    wire: how the part is sent.
+    deliver: function that is called once per slice, with the index of the slice's owner and the encoded sum.
     """
     size = wire.codec.num_bytes
     count, mine, dtype = part.num_peers, part.mine, part.values.dtype
@@ -330,7 +341,9 @@ class InterNodeResiduals:
         return found
 
     def rows_to_load(self, shapes: Shapes, *, rank: int, num_ranks: int) -> dict[str, list[range]]:
-        """See `BucketReducer.rows_to_load`.
+        """Returns the rows of the saved errors that this rank must read from a checkpoint, by name of the tensor.
+
+        shapes: shapes of the saved tensors, by name.
 
         If the saved run had the same number of nodes, the result is the row of this rank's node and the row of the
         sums. Otherwise the result is an equal share of all rows.

@@ -117,7 +117,7 @@ class Ran:
         trace: The record of all steps; if the trial was resumed, of the steps after the resumption.
         began: The user's own state at the start.
         ended: The user's own state at the end.
-        is_split: As in `Trial`.
+        is_split: Whether each rank holds only a part of the model.
         carried: The kinds of the values that were carried over into the resumed trial, by path.
         schedulers: For a trial on all ranks, the values of the learning rate schedulers at the end, as text by path.
         no_storage: The error to show to the user if checkpoints could not be written or read; None otherwise.

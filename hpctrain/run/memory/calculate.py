@@ -353,7 +353,7 @@ def _own_plan(recipe: Recipe, task: Task, tensor_plan: TensorPlan) -> tuple[Para
 
 
 def _check_some(verdicts: Sequence[Verdict]) -> None:
-    """Raises RecipeError if a run would refuse all ways to split the model. The error has the reason for the first way."""
+    """Raises RecipeError, with the reason for the first way, if a run would refuse all ways to split the model."""
     if all(verdict.refused for verdict in verdicts):
         raise RecipeError(verdicts[0].refused)
 

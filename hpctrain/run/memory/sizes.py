@@ -174,7 +174,7 @@ class ModelSizes:
         return replace(self, parameters=tuple(p.part(tensor) for p in self.parameters))
 
     def on_place(self, place: int, *, stages: StageSizes, pipeline: int) -> ModelSizes:
-        """Returns the part of the model that the pipeline ranks with index `place` hold, with all buffers of the model."""
+        """Returns the part of the model that the pipeline ranks with index `place` hold, with all of the buffers."""
         own = tuple(p for p in self.parameters if stages.stage_of[p.name] % pipeline == place)
         return replace(self, parameters=own)
 
