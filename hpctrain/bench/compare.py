@@ -149,7 +149,11 @@ class ComparedDocuments:
 def compare_documents(
     old: Path, new: Path, *, threshold: float = 0.0, alpha: float = 0.05, seed: int = 0
 ) -> ComparedDocuments:
-    """Compares the figures that both documents have. For `threshold`, `alpha` and `seed` see `compare_rounds`.
+    """Compares the figures (samples/s) that both documents have.
+
+    threshold: the relative decrease that is tolerated.
+    alpha: the probability of a false alarm among all figures.
+    seed: the seed for drawing arrangements of the rounds at random; see `compare_rounds`.
 
     Raises UsageError if the documents have no size in common, or if one of them has fewer than two whole rounds.
     """

@@ -207,7 +207,7 @@ def two_level_sums(
 
 @final
 class TwoLevelSums:
-    """A sum over all ranks in two levels; see `two_level_sums`."""
+    """A function that sums a tensor over all ranks, first within the nodes, then between them; see `two_level_sums`."""
 
     def __init__(self, two_level: TwoLevel, *, flat_sum: Callable[[torch.Tensor], None]) -> None:
         self._two_level = two_level

@@ -328,8 +328,11 @@ class Pipeline:
 
         Without gradients. Collective over the world.
 
-        inputs: as for `forward_backward`, with `parts` times the rows of a micro-batch. The `parts` equal slices of the
-        rows are computed one after another. Raises the errors of `forward_backward`.
+        inputs: the inputs of the first stage, with `parts` times the rows of a micro-batch. Ranks without the first
+        stage pass any tensor of the same shape and dtype. The `parts` equal slices of the rows are computed one after
+        another.
+
+        Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
         """
         kinds = self._kinds_for(inputs, parts=parts)
         sent, outputs = [], []

@@ -453,7 +453,7 @@ class SlowRanks:
         self._turned.pop(key, None)
 
     def _ended(self, ranks: list[int], *, causes: Iterable[SlowCause]) -> list[Change]:
-        """Returns the changes for the named groups in which no rank is slow any longer, and removes these groups.
+        """Returns one change per reported group of ranks in which no rank is slow any longer, and removes these groups.
 
         ranks: ranks that are no longer slow.
         causes: only groups with these causes are removed.

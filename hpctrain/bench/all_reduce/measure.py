@@ -337,7 +337,7 @@ class AllReduceAsked:
         for num_bytes in self.sizes_bytes:
             if num_bytes % ELEMENT_BYTES:
                 raise UsageError(
-                    f"--sizes: {num_bytes} bytes are not a whole number of float32: give multiples of {ELEMENT_BYTES} bytes"
+                    f"--sizes: {num_bytes} bytes are no whole number of float32: give a multiple of {ELEMENT_BYTES} bytes"
                 )
         if self.repeats < 1 or self.warmup < 0 or self.in_flight < 1:
             raise UsageError(

@@ -209,7 +209,8 @@ def row_of_method(
 ) -> CheckpointRow:
     """Returns the row of one method.
 
-    turns: the times of all methods, by name. num_bytes: the number of bytes that the method handles per turn.
+    turns: the times of all methods, by name of the method.
+    num_bytes: the number of bytes that the method writes, reads or copies each time.
     """
     mine = [turn.seconds for turn in turns[method.name]]
     stalls = [turn.stall_s for turn in turns[method.name] if turn.stall_s is not None]

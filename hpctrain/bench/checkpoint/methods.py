@@ -196,10 +196,10 @@ STEP_S = 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodTime:
-    """The time of one turn.
+    """The time of one run of a method.
 
-    seconds: from a barrier to the end on the slowest rank. stall_s: the part of this time in which training is blocked;
-    None if the method does not run in the background.
+    seconds: from a barrier to the end on the slowest rank.
+    stall_s: the part of this time in which training is blocked; None if the method does not run in the background.
     """
 
     seconds: float
@@ -211,7 +211,7 @@ class TimedMethod(Protocol):
 
     Attributes:
         name: The name of the method in the table.
-        engine: The checkpoint engine that ran; None before the first turn, and for methods without an engine.
+        engine: The checkpoint engine that ran; None before the first call of `turn`, and for methods without an engine.
         raw: The name of the plain method with which this method is compared; None for a plain method.
     """
 

@@ -298,16 +298,16 @@ class MonitoredGroup(Attributes):
         self._track.closed = True
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.doing`."""
+        """Labels the operations in the `with` block; see `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.in_section`."""
+        """Applies the time limit of `section` in the `with` block; see `hpctrain.comm.in_section`."""
         return self._watcher.sections.enter(section)
 
     @contextlib.contextmanager
     def without_limit(self) -> Iterator[None]:
-        """See `hpctrain.comm.without_limit`."""
+        """Suspends the deadline in the `with` block; see `hpctrain.comm.without_limit`."""
         self._track.limited = False
         try:
             yield
@@ -464,15 +464,15 @@ class Monitored(Forwarding):
         self._watcher.step = step
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.doing`."""
+        """Labels the operations in the `with` block; see `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.in_section`."""
+        """Applies the time limit of `section` in the `with` block; see `hpctrain.comm.in_section`."""
         return self._watcher.sections.enter(section)
 
     def without_limit(self) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.without_limit`."""
+        """Suspends the deadline in the `with` block; see `hpctrain.comm.without_limit`."""
         return self._all.without_limit()
 
     @property

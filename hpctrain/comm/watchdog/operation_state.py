@@ -211,7 +211,7 @@ class ProgressMonitor:
     def is_usual(self, progress: Iterable[tuple[int, float | None]], *, now_s: float) -> bool:
         """Returns True if the time since the last progress is not longer than usual.
 
-        progress: `Track.progress` of all tracks.
+        progress: result of `Track.progress` for each communicator.
         now_s: current monotonic time, not before that of the last call.
         """
         found = tuple(progress)

@@ -154,7 +154,10 @@ def levels_to_json(levels: tuple[LinkSpeed, ...]) -> list[dict[str, Any]]:
 
 
 def levels_from_json(value: Any) -> tuple[LinkSpeed, ...]:
-    """Returns the link speeds from their JSON form, a result of `levels_to_json`. Raises ValueError for anything else."""
+    """Returns the link speeds from their JSON form, a result of `levels_to_json`.
+
+    Raises ValueError for anything else.
+    """
     try:
         return tuple(
             LinkSpeed(

@@ -222,7 +222,10 @@ class _Running:
 
 @final
 class _Trials:
-    """Times single trials and keeps track of the remaining time. Its methods are collective."""
+    """Times single trials (short measurements of a reduction), and keeps account of the remaining time.
+
+    Its methods are collective.
+    """
 
     def __init__(
         self,
@@ -272,7 +275,7 @@ class _Trials:
         return max(self._seconds(begin) / repeats, 1e-9)
 
     def _seconds(self, begin: float) -> float:
-        """Returns the longest time since `begin` over the ranks. This also synchronizes the ranks for the next trial."""
+        """Returns the longest time since `begin` over the ranks. The ranks are synchronized afterwards."""
         end = self._clock()
         seconds, elapsed = self._largest(end - begin, end - self._began)
         self.left_s = self._budget_s - elapsed
@@ -361,11 +364,13 @@ class _Contest:
     def _costs(
         self, times: dict[Candidate, list[float]], alone: Sequence[float], num_bytes: int
     ) -> dict[Candidate, list[float]]:
-        """Returns the costs of trials during computation; for other trials, returns `times`. Not collective.
+        """Returns the costs of the candidates at this size, by which they are compared. Not collective.
+
+        times: measured times of each candidate. They are the costs, unless the reductions ran during a computation.
 
         If two candidates need the same time on the link, the one with the shorter processor time costs less.
 
-        alone: times of the computation without a reduction; empty if the trials ran without a computation.
+        alone: times of the computation without a reduction; empty if the reductions ran without a computation.
         """
         if not alone:
             return times
@@ -393,10 +398,11 @@ class _Contest:
         return contenders
 
     def _take(self, num_bytes: int, times: dict[Candidate, list[float]]) -> None:
-        """Records the results of a size. Not collective.
+        """Records the measured times at one size of buckets. Not collective.
 
-        A candidate without a trial at this size gets no result. If only one of several candidates has a trial, nothing
-        is recorded, except at the first size.
+        times: measured times of each candidate at this size; empty for a candidate that was not measured.
+
+        If only one of several candidates was measured, nothing is recorded, except at the first size.
         """
         first = not any(one.measured for one in self._active)
         for one in self._active:

@@ -58,7 +58,7 @@ _COUNTER_BYTES = 64  # a cache line
 
 
 class SumStatus(Enum):
-    """Result of one turn of a sum: the sum waits for other ranks, has made progress, or is complete."""
+    """Result of one call that advances a sum: the sum waits for other ranks, has made progress, or is complete."""
 
     WAITS = 0
     PROGRESSED = 1
@@ -233,9 +233,9 @@ class _Carried:
 
 @final
 class AllReduceReducer(TransportReducer):
-    """`BucketReducer` over a transport. See `TransportReducer` for the other arguments.
+    """`BucketReducer` over a transport, by two-level sums. See `TransportReducer` for the other arguments.
 
-    exchange: algorithm of the sums between the nodes of `levels`: `direct` or `ring`.
+    exchange: algorithm of the sums between nodes: `direct` or `ring`.
     chunk_elems: largest number of elements in a chunk.
     in_flight: largest number of chunks of one bucket in flight.
     """
@@ -314,9 +314,10 @@ class AllReduceReducer(TransportReducer):
         return memory
 
     def _parts(self, bucket: Bucket) -> list[ElemRange]:
-        """Returns this rank's part of each chunk, an empty range if this rank is not a carrier.
+        """Returns the range of elements of each chunk of `bucket` that this rank exchanges with other nodes.
 
-        Returns [] if there is only one node.
+        The ranges are empty if this rank is not a carrier: a rank with a counterpart on every other node. Returns [] if
+        there is only one node.
         """
         if self._place.num_nodes == 1:
             return []

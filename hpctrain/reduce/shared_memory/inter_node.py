@@ -33,7 +33,7 @@ from hpctrain.storage import part_of
 
 
 class Feedback(Protocol):
-    """Encodes one part, with or without error feedback. See `hpctrain.reduce.codecs`."""
+    """Encodes the values of one part of a chunk, with or without error feedback. See `hpctrain.reduce.codecs`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
         """Encodes `values`, which belong to the slice of another node's rank, into `out`. May change `values`.
@@ -104,8 +104,12 @@ Deliver = Callable[[int, torch.Tensor], None]
 
 
 def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over the carriers of all nodes by the algorithm `direct`. A generator like `BucketReducer.reduce`.
+    """Sums a part of a chunk over all nodes by the algorithm `direct`. A generator like `BucketReducer.reduce`.
 
+    Every carrier (the rank of its node that exchanges the part) sends each slice of the part to the carrier that owns
+    the slice, and receives the sums of all slices.
+
+    part: the part, with the carriers of all nodes.
     wire: how the part is sent.
     deliver: function that is called once per slice, with the index of the slice's owner and the encoded sum.
     """
@@ -177,10 +181,11 @@ def add_slices_in_order(
 
 
 def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over the carriers of all nodes by the algorithm `ring`. A generator like `BucketReducer.reduce`.
+    """Sums a part of a chunk over all nodes by the algorithm `ring`. A generator like `BucketReducer.reduce`.
 
-    Each carrier, the rank of its node that exchanges the part, sends only to the next carrier.
+    Each carrier (the rank of its node that exchanges the part) sends only to the next carrier.
 
+    part: the part, with the carriers of all nodes.
     wire: how the part is sent.
     deliver: function that is called once per slice, with the index of the slice's owner and the encoded sum.
     """

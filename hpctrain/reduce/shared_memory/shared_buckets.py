@@ -142,7 +142,7 @@ _NUMBERS_BYTES = _FLAG_BYTES + 2 * 8 * _ROW_NUMBERS
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that each rank of a node has.
+    """A flag in shared memory, by which a rank of a node tells the other ranks what it has done. Each rank has one.
 
     place: index of the flag among a rank's flags.
     value: the flag counts as raised when it has at least this value.

@@ -109,7 +109,9 @@ class TransportReducer(ABC):
         """Drops all references to planned memory."""
 
     def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
-        """Runs the generator `turns` under the watchdog, whose deadline counts only the time in which it waits.
+        """Runs the generator `turns` under the watchdog, whose deadline counts only the time in which `turns` waits.
+
+        turns: generator like that of `BucketReducer.reduce`.
 
         what: description of the operation, for the watchdog's messages.
         """

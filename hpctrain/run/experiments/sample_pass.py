@@ -33,9 +33,9 @@ def pass_over_samples(
     """Reads the samples of an epoch in one process and on all ranks, and returns what differs. Collective.
 
     Args:
-        one: The trace of a run in one process.
-        again: The trace of the same run, repeated.
-        ranks: The trace of the run on all ranks.
+        one: The record of a run in one process.
+        again: The record of the same run, repeated.
+        ranks: The record of the run on all ranks.
         is_shuffled: Whether epochs should have different orders; None: unknown.
         resumes_equal: Whether a resumed run on one rank equals the run that was not stopped.
     """

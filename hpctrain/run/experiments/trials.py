@@ -57,8 +57,8 @@ def together(session: Any) -> Any:
 def sum_exactly(session: Any) -> None:
     """Makes the session's updaters sum gradients in their own dtype, by a fixed algorithm.
 
-    The updaters do not compare the ranks, since trials continue after a difference, and the check finds where the
-    difference starts.
+    The updaters do not compare the ranks. The runs of a check must continue after a difference between ranks, so that
+    the check finds where the difference starts.
     """
     session.distributed_optimizer = partial(_exact_updater, session.distributed_optimizer)
 
@@ -190,7 +190,7 @@ class Trials:
             yield
 
     def run(self, conditions: Conditions) -> Ran:
-        """Runs one trial under the conditions. An error that ends the training is recorded in the trace.
+        """Runs one trial under `conditions`, and returns the result. An error that ends the training is recorded there.
 
         Raises CheckpointError on every rank if the storage fails while a trial is stopped and resumed.
         """

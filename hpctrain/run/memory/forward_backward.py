@@ -131,9 +131,9 @@ def measure_activations(
     """Returns, per kind of activation checkpointing, the peak bytes by number of samples, for two numbers of samples.
 
     There is only one number of samples if the batch has one sample. The first samples of `batch` are used. `sizes`
-    gives the numbers of samples. If it is empty, the first kind is measured with 2, 4, 8, ... samples, as long as the
-    batch is large enough and the next measurement is expected to take less than `memory` bytes. The two largest numbers
-    of samples are then used for all kinds. make_runner: creates a runner with a new model.
+    gives the numbers of samples. If `sizes` is empty, the first kind is measured with 2, 4, 8, ... samples, as long as
+    the batch is large enough and the next measurement is expected to take less than `memory` bytes. The two largest
+    numbers of samples are then used for all kinds. make_runner: creates a runner with a new model.
     """
     measured: dict[Recomputation, dict[int, int]] = {}
     for way in ways:

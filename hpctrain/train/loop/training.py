@@ -338,7 +338,8 @@ class Training:
     def _votes(self, num_saves: int, *, evaluates: bool) -> dict[str, float]:
         """Returns this rank's numbers, by name, which this step sums over the ranks, except the loss. Not collective.
 
-        num_saves, evaluates: see `EarlyEnd.votes`.
+        num_saves: number of saves for which the run must wait if it stops, including the last one.
+        evaluates: True if an evaluation comes before the next decision.
         """
         votes = self._stopping.votes(num_saves=num_saves, evaluates=evaluates) | self._checkpoints.votes()
         votes |= self._times.votes()

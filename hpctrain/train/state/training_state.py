@@ -235,7 +235,8 @@ class TrainingState:
 
         tensors: every tensor of the checkpoint by name, with its saved shape and dtype. Of tensors for which `regions`
         returned boxes, only these boxes.
-        identity: see `capture`.
+        identity: properties of the data and their order, which are compared with those in the checkpoint; see
+        `data_identity`.
         """
         document = checkpoint.document
         error: CheckpointError | None = None

@@ -94,7 +94,7 @@ class LossWeights:
     def end_step(self) -> None:
         """Ends a step. On a rank that had no loss to weight, takes part in the agreement of the ranks.
 
-        Collective in a step in which the ranks agree.
+        Collective in the first step and, with `every_step` and a task that gives weights, in each step.
         """
         self._agree(given=self._given)
 
@@ -110,7 +110,8 @@ class LossWeights:
     def agree_before(self, parts: Iterable[Batch]) -> None:
         """Agrees on the weights of a whole step before its losses are computed, if the task has a method `weight`.
 
-        Collective in a step in which the ranks agree. Raises UsageError on all ranks for an invalid weight.
+        Collective in the first step and, with `every_step`, in each step. Raises UsageError on all ranks for an invalid
+        weight.
         """
         if not self._asks or self._method is None:
             return

@@ -208,7 +208,10 @@ class TaskRunner:
         return self.task.loss(self.model, part.real().fields)
 
     def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None]:
-        """Evaluates a batch; see `Runner.metrics`."""
+        """Returns the means of the task's metrics over the samples of the batch, and their weight.
+
+        See `Runner.metrics`.
+        """
         real = batch.real().to(self.device, dtype=self._dtype)
         with self._autocast():
             return metrics_and_weight(

@@ -431,7 +431,7 @@ def _announce_without_link(text: str, *, directory: Path) -> Ending | None:
 def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> Ending | None:
     """Waits for the announcement that the run ends, and returns it; None if there is none within `within_s` seconds.
 
-    since: as in `read_ending`.
+    since: time in seconds since 1970; an older announcement is ignored.
     """
     until = time.monotonic() + within_s
     while (found := read_ending(directory, since=since)) is None and time.monotonic() < until:

@@ -325,7 +325,7 @@ class OwnState:
 
     Attributes:
         values: Copies of the values.
-        kinds: The kinds of the values, as in `ValueLocation`.
+        kinds: The kinds of the values: `generator`, `buffer`, `schedule` or `value`; see `ValueLocation`.
         marks: Texts by which the values are compared.
     """
 
@@ -343,7 +343,7 @@ class OwnState:
         )
 
     def changed_since(self, before: OwnState) -> dict[str, str]:
-        """Returns the kinds of the values that differ from the values in `before` or are missing there, by path."""
+        """Returns, by path, the kind of each value that differs from that in `before` or is missing there."""
         return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
 
     def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:

@@ -228,7 +228,7 @@ class FirstDifference:
     """The first difference of one kind between two trials, which are short runs of the checked training.
 
     Attributes:
-        kind: What differs, one of `KINDS`.
+        kind: What differs, such as `loss` or `gradient`; one of `KINDS`.
         step: The step, from 1; 0: before the first step.
         tensor: The tensor or other value that differs.
         relative: The difference relative to the largest value of the tensor; for a gradient, of all gradients.
@@ -485,7 +485,7 @@ def collinearity(reference: Mapping[str, torch.Tensor], other: Mapping[str, torc
 
 
 def merge(by_rank: Sequence[TrialComparison]) -> TrialComparison:
-    """Merges the comparisons of all ranks: the earliest difference of each kind, and the largest values."""
+    """Merges the comparisons of all ranks into one: the earliest difference of each kind, and the largest values."""
     first: dict[str, FirstDifference] = {}
     for found in by_rank:
         for kind, difference in found.first.items():
@@ -507,7 +507,10 @@ def merge(by_rank: Sequence[TrialComparison]) -> TrialComparison:
 
 
 def with_losses(trace: RunTrace, losses: Sequence[float]) -> RunTrace:
-    """Returns the trace with the loss of each step replaced by the loss over all ranks, from `losses`."""
+    """Returns the record `trace` of a trial with the loss of each step replaced by the loss over all ranks.
+
+    losses: the loss over all ranks, by step.
+    """
 
     steps: list[StepTrace] = [
         replace(step, loss=loss) for step, loss in zip(trace.steps, losses, strict=True)
