@@ -124,8 +124,9 @@ def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
 class ComparedDocuments:
     """The comparison of two documents.
 
-    old, new: paths of the documents. rounds: the number of rounds of the old and of the new document. notes: texts that
-    a reader needs to judge the figures.
+    old, new: paths of the documents.
+    rounds: the number of rounds of the old and of the new document.
+    notes: texts that a reader needs to judge the figures.
     """
 
     old: str

@@ -340,8 +340,9 @@ class _Unfinished:
 class _ReduceScatter(_Allocating):
     """Implements FSDP2's `ReduceScatter`. FSDP2 calls the object with the gradients of a group of parameters.
 
-    parameters: the sharded parameters of the group. factor: function that returns the factor of the gradients, which is
-    applied here before the sum. FSDP2 would apply the factor directly after the call, when the sum has not ended yet.
+    parameters: the sharded parameters of the group.
+    factor: function that returns the factor of the gradients, which is applied here before the sum. FSDP2 would apply
+    the factor directly after the call, when the sum has not ended yet.
     """
 
     def __init__(
@@ -386,9 +387,10 @@ class _ReduceScatter(_Allocating):
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
     """Shards the parameters of each repeated block, and the other parameters, with FSDP2 over `mesh`. Collective.
 
-    On a mesh with the axes `node` and `local`, parameters are sharded over `local`, with a replica per node. offload:
-    whether the shards, their gradients and the optimizer state are kept in page-locked host memory, where the optimizer
-    steps. Offloading was never run: see docs/gpu.md.
+    On a mesh with the axes `node` and `local`, parameters are sharded over `local`, with a replica per node.
+
+    offload: whether the shards, their gradients and the optimizer state are kept in page-locked host memory, where the
+    optimizer steps. Offloading was never run: see docs/gpu.md.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

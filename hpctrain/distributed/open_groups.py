@@ -194,8 +194,10 @@ def two_level_sums(
     """Returns a function that sums a tensor in place, first within the nodes, then between them. Collective.
 
     The tensor has shape (n,). Each call opens new communicators, which `close` of the result frees. Returns None if
-    there is one node, or one rank per node. flat_sum: the function that sums tensors of less than 64 KiB. traffic: the
-    counter of the bytes that are sent for larger tensors.
+    there is one node, or one rank per node.
+
+    flat_sum: the function that sums tensors of less than 64 KiB.
+    traffic: the counter of the bytes that are sent for larger tensors.
     """
     if topology.num_nodes == 1 or topology.num_nodes == topology.num_ranks:
         return None
@@ -265,8 +267,9 @@ def _over_nccl(world: World, topology: Topology, *, device: torch.device, timeou
 def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) -> Callable[[], Store]:
     """Returns a function that connects to a key-value store on rank 0. MPI broadcasts the store's address. Collective.
 
-    The returned function is not collective. A run of one rank uses a store in that rank's memory. timeout: the time
-    limit of the store's operations.
+    The returned function is not collective. A run of one rank uses a store in that rank's memory.
+
+    timeout: the time limit of the store's operations.
     """
     if world.num_ranks == 1:
         return HashStore
@@ -282,9 +285,10 @@ def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) ->
 class _SharedStore(Store):
     """PyTorch's key-value store on rank 0, to which this rank connects at the first use.
 
-    Only groups of other backends and the user's program use the store. PyTorch calls the methods by these names. limit:
-    time limit of `wait` if the caller gives a longer one, as Gloo does (half an hour), or none. When this limit is
-    over, `wait` raises CommunicationError.
+    Only groups of other backends and the user's program use the store. PyTorch calls the methods by these names.
+
+    limit: time limit of `wait` if the caller gives a longer one, as Gloo does (half an hour), or none. When this limit
+    is over, `wait` raises CommunicationError.
     """
 
     def __init__(self, connect: Callable[[], Store], *, rank: int, num_ranks: int, limit: timedelta) -> None:

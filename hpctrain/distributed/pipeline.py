@@ -279,8 +279,11 @@ class Pipeline:
     def keep_own(self, optimizer: torch.optim.Optimizer, *, names: Mapping[int, str]) -> None:
         """Replaces the parameters of `optimizer`, which was made for the whole model, by those of this rank's stages.
 
-        The parameter groups stay. names: the names of all parameters of the whole model, by `id`. Raises UsageError if
-        this rank has no trained parameter.
+        The parameter groups stay.
+
+        names: the names of all parameters of the whole model, by `id`.
+
+        Raises UsageError if this rank has no trained parameter.
         """
         own = dict(self._model.named_parameters())
         for group in optimizer.param_groups:

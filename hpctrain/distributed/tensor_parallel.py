@@ -146,8 +146,9 @@ _SPLIT = "_hpctrain_tensor_split"
 class TensorSplit:
     """How `parallelize` has split a model with tensor > 1.
 
-    mesh: the mesh of all ranks. Its last axis is `tensor`; the axes before it are data parallel. by_fsdp: whether FSDP2
-    has sharded the parameters. If so, FSDP2 sums gradients over the data-parallel ranks; otherwise the updater does.
+    mesh: the mesh of all ranks. Its last axis is `tensor`; the axes before it are data parallel.
+    by_fsdp: whether FSDP2 has sharded the parameters. If so, FSDP2 sums gradients over the data-parallel ranks;
+    otherwise the updater does.
     """
 
     mesh: DeviceMesh
@@ -190,8 +191,9 @@ def split_layers(model: nn.Module, plan: TensorPlan, *, mesh: DeviceMesh, sequen
     """Replaces the parameters that `plan` splits with DTensors over the axis `tensor` of `mesh`, in place.
 
     Collective over each tensor group; the parameter values of the first rank of the group are used. `plan` must have
-    passed `check_tensor_plan`. sequence: whether norms, dropout and other modules with the style `sequence` are
-    computed on parts of the sequence.
+    passed `check_tensor_plan`.
+
+    sequence: whether norms, dropout and other modules with the style `sequence` are computed on parts of the sequence.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -267,8 +269,10 @@ class _Rows:
 def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence: bool = False) -> None:
     """Raises UsageError if the modules that `plan` names cannot be split over `tensor` ranks. Does not communicate.
 
-    The plan is described at `TensorParallelTask.tensor_plan`. sequence: whether modules are also computed on parts of
-    the sequence; otherwise the entries `sequence` and `sequence-gathered` are ignored.
+    The plan is described at `TensorParallelTask.tensor_plan`.
+
+    sequence: whether modules are also computed on parts of the sequence; otherwise the entries `sequence` and
+    `sequence-gathered` are ignored.
     """
     entries = _resolve(model, plan, sequence=sequence)
     shared = _shared_parameters(model)
@@ -370,7 +374,8 @@ class _Entry:
 
     parts: for a split layer, the number of parts that must not be cut, such as heads; None if the layer may be cut
     between any features. For a module that is computed on parts of the sequence, the length of the sequence; None if it
-    is unknown. pattern: the pattern of the plan that matched the module.
+    is unknown.
+    pattern: the pattern of the plan that matched the module.
     """
 
     how: str

@@ -189,7 +189,9 @@ def reduce_scaled(
 ) -> None:
     """Multiplies `flat` by `prescale`, reduces it over the ranks and multiplies it by `postscale`, in place.
 
-    Call it only inside an operation of `group.run`. sizes: the number of elements of each tensor in `flat`.
+    Call it only inside an operation of `group.run`.
+
+    sizes: the number of elements of each tensor in `flat`.
     """
     scale(flat, prescale)
     group.reduce(flat, op=op, sizes=sizes)

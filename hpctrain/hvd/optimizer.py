@@ -180,8 +180,8 @@ class _Reducing(_Distributed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the gradients, then steps. Collective over the process set.
 
-        After `synchronize()`, outside of `skip_synchronize()`, it reduces the gradients again and warns, as Horovod
-        does.
+        If `synchronize()` was called before, outside of `skip_synchronize()`, this reduces the gradients again and
+        warns, as Horovod does.
 
         Args:
             closure: A function that computes the loss and its gradients. It is called once, before the gradients are

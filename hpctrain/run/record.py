@@ -301,7 +301,9 @@ def by_node(
 ) -> list[dict[str, Any]]:
     """Returns for each node its energy and, by name, the mean and largest seconds of its ranks. Pure.
 
-    For each name, the result also gives the rank with the largest seconds. by_rank: float64, shape (ranks, names).
+    For each name, the result also gives the rank with the largest seconds.
+
+    by_rank: float64, shape (ranks, names).
     energy_by_rank: for each rank, the joules of the rank's node by source; None for a rank that has not read the
     energy.
     """

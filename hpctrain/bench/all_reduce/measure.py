@@ -321,8 +321,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 class AllReduceAsked:
     """The settings of the measurement. Raises UsageError for values out of range.
 
-    sizes_bytes: sizes of the float32 gradients, ascending. in_flight: number of buckets that are reduced at the same
-    time.
+    sizes_bytes: sizes of the float32 gradients, ascending.
+    in_flight: number of buckets that are reduced at the same time.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -337,7 +337,7 @@ class AllReduceAsked:
         for num_bytes in self.sizes_bytes:
             if num_bytes % ELEMENT_BYTES:
                 raise UsageError(
-                    f"--sizes: {num_bytes} bytes are no whole number of float32: give a multiple of {ELEMENT_BYTES} bytes"
+                    f"--sizes: {num_bytes} bytes are no whole number of float32: give multiples of {ELEMENT_BYTES}"
                 )
         if self.repeats < 1 or self.warmup < 0 or self.in_flight < 1:
             raise UsageError(

@@ -49,7 +49,8 @@ FILES_AT_ONCE, FILES_OF_RUN = 3, 2
 class CheckpointAsked:
     """The settings of the measurement. Raises UsageError for values out of range.
 
-    num_bytes: the size of the state, which every rank holds completely. engines: names of `hpctrain.checkpoint.Engine`.
+    num_bytes: the size of the state, which every rank holds completely.
+    engines: names of `hpctrain.checkpoint.Engine`.
     """
 
     num_bytes: int = 512 << 20

@@ -359,8 +359,8 @@ class SweepPlace:
 class _Sweep:
     """A sweep in progress. `head` has the document's first fields, as they were when the sweep was started.
 
-    failed: the splits that are not measured further, in this call. busy: the share of this machine's CPU time that
-    other programs used before each run of a split.
+    failed: the splits that are not measured further, in this call.
+    busy: the share of this machine's CPU time that other programs used before each run of a split.
     """
 
     recipe: Recipe

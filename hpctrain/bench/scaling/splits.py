@@ -71,8 +71,9 @@ def judge_splits(
 ) -> SplitVerdict | None:
     """Returns the verdict; None if no round has a run of each split.
 
-    rates: samples/s by number of ranks and round, for every split. failed: splits that are left out. recipe: path of
-    the recipe, for the command line.
+    rates: samples/s by number of ranks and round, for every split.
+    failed: splits that are left out.
+    recipe: path of the recipe, for the command line.
     """
     left_out = [one.ranks for one in failed]
     compared = {ranks: found for ranks, found in rates.items() if ranks not in left_out}

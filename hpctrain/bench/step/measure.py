@@ -37,8 +37,8 @@ from hpctrain.run import Recipe, working_commit
 class StepRow:
     """A row of the table. Each spread is over the runs, except `step_s`, which is over all measured steps of all runs.
 
-    efficiency: samples/s per rank, divided by samples/s per rank with `baseline_ranks` ranks. exposed_s: seconds per
-    step for which a rank is blocked by communication, as the mean over steps and ranks.
+    efficiency: samples/s per rank, divided by samples/s per rank with `baseline_ranks` ranks.
+    exposed_s: seconds per step for which a rank is blocked by communication, as the mean over steps and ranks.
     """
 
     mode: ScalingKind

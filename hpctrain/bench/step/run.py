@@ -58,7 +58,8 @@ class StepRun:
 class HowToRun:
     """The settings common to all runs of a measurement.
 
-    threads: the number of threads per rank. module_folder: a folder that is searched for the task's module.
+    threads: the number of threads per rank.
+    module_folder: a folder that is searched for the task's module.
     """
 
     machine: LocalMachine

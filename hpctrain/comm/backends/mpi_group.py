@@ -141,7 +141,10 @@ class MpiGroup(Attributes):
             ) from error
 
     def _call(self, operation: str, *arguments: Any, **options: Any) -> None:
-        """Runs a collective MPI operation to its end. operation: mpi4py's name of the blocking operation."""
+        """Runs a collective MPI operation to its end.
+
+        operation: mpi4py's name of the blocking operation.
+        """
         if self._polls:
             poll_until(getattr(self._comm, f"I{operation.lower()}")(*arguments, **options).Test)
         else:

@@ -170,7 +170,11 @@ class SharedRemoteMemory:
     """`RemoteMemory` for ranks in one process: threads, or a single rank."""
 
     def __init__(self, *, parts: Sequence[NDArray[np.uint8]], rank: int, barrier: Any) -> None:
-        """Creates one rank's access. parts: memory of every rank. barrier: function that waits for all ranks."""
+        """Creates one rank's access.
+
+        parts: memory of every rank.
+        barrier: function that waits for all ranks.
+        """
         self._parts = parts
         self._rank = rank
         self._barrier = barrier

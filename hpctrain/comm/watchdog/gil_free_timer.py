@@ -129,7 +129,9 @@ def _say(*lines: str) -> None:
 
 
 def _report(words: Sequence[str]) -> None:
-    """Runs the program: reports, and returns when the rank must end. words: arguments of the program.
+    """Runs this file as a program: reports on the blocked rank, and returns when the rank must end.
+
+    words: arguments of the program.
 
     If the rank's Python has continued after all, this function waits until the rank's process has ended by itself.
     """

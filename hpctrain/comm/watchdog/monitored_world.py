@@ -77,7 +77,10 @@ class MonitoredWriter:
     """`CollectiveWriter` with a deadline for each collective step."""
 
     def __init__(self, inner: CollectiveWriter, *, track: Track, name: str) -> None:
-        """Wraps `inner`. name: name of the file, for messages."""
+        """Wraps `inner`.
+
+        name: name of the file, for messages.
+        """
         self._inner = inner
         self._track = track
         self._name = name

@@ -54,10 +54,12 @@ def follow_late_operation(
 ) -> str | None:
     """Observes an operation that is late, and returns the reason if the run must end before the operation's time limit.
 
-    The function first raises the alarm, so that the absent ranks print their stacks. Then a few of the waiting ranks
-    examine repeatedly whether an absent rank is hung; on all other ranks the function returns None at once. It also
-    returns None when the operation or the watching has ended. Raises OSError.
+    The function first raises the alarm, so that the absent ranks (those that have not started the operation) print
+    their stacks. Then a few of the waiting ranks examine repeatedly whether an absent rank is hung; on all other ranks
+    the function returns None at once. It also returns None when the operation or the watching has ended. Raises
+    OSError.
 
+    track: state of the communicator of that operation.
     over: event that is set when the watcher ends.
     """
     sequence = track.sequence

@@ -40,8 +40,8 @@ class Proposal:
 def propose(*, host_rank: int, number: int | None = None) -> Proposal:
     """Returns the CUDA device that this rank could use: the only visible device, else the device `host_rank`.
 
-    host_rank: the index of this rank among the ranks of its machine. number: the device index that the recipe gives,
-    which takes precedence.
+    host_rank: the index of this rank among the ranks of its machine.
+    number: the device index that the recipe gives, which takes precedence.
     """
     if not torch.cuda.is_available():
         return Proposal(index=None, problem="torch finds no CUDA device")

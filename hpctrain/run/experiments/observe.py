@@ -455,9 +455,7 @@ def _is_not_finite(value: object) -> bool:
 
 
 def _digests(trace: RunTrace) -> dict[str, Any]:
-    """Returns the hashes of tensors and the optimizer options in the record of a trial, as JSON values for
-    `find_drift`.
-    """
+    """Returns the hashes of tensors and the optimizer options in a trial's record, as JSON values for `find_drift`."""
     steps = [
         {
             "before": dict(s.parameters_before.hashes) if s.parameters_before else None,

@@ -108,7 +108,8 @@ class Trial(Protocol):
 class Setting:
     """How a trial (a short run of the user's training) differs from the user's own run.
 
-    double: whether the trial computes in float64. seed_change: the number that is added to the generators' seed.
+    double: whether the trial computes in float64.
+    seed_change: the number that is added to the generators' seed.
     """
 
     double: bool = True

@@ -239,9 +239,12 @@ def plan_memory(
     """Returns what each way to split the recipe's model needs on `num_ranks` ranks.
 
     Parameters are counted on the meta device. Activations are measured on this process's CPU with training data, if
-    that is possible. ranks_per_node: if None, `slurm.tasks_per_node` of the recipe counts; if that is not set, all
-    ranks are on one node. memory: the bytes of memory that each rank may use; None if unknown. Raises RecipeError if
-    the recipe's task, model or optimizer cannot be created, or if a run would refuse every way.
+    that is possible.
+
+    ranks_per_node: if None, `slurm.tasks_per_node` of the recipe counts; if that is not set, all ranks are on one node.
+    memory: the bytes of memory that each rank may use; None if unknown.
+
+    Raises RecipeError if the recipe's task, model or optimizer cannot be created, or if a run would refuse every way.
     """
     notes: list[str] = []
     topology = _topology(recipe, num_ranks, ranks_per_node)

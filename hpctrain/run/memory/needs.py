@@ -30,8 +30,10 @@ def stage_activations(
     """Returns the peak bytes of a pipeline rank besides parameters and gradients.
 
     Forward of a micro-batch keeps what the stage needs for backward. For each micro-batch PyTorch also holds buffers
-    for what arrives: activations from the previous stage, and gradients from the next stage. place: the rank's index in
-    the pipeline, which is also the index of the rank's first stage. samples: the number of samples per micro-batch.
+    for what arrives: activations from the previous stage, and gradients from the next stage.
+
+    place: the rank's index in the pipeline, which is also the index of the rank's first stage.
+    samples: the number of samples per micro-batch.
     """
     own = [layers_of for number, layers_of in enumerate(stages.layers) if number % plan.pipeline == place]
     kept = [sum(layers.kept[layer].at(samples) for layer in of_stage) for of_stage in own]

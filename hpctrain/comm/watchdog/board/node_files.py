@@ -292,7 +292,11 @@ def node_identity(directory: Path) -> str:
 
 
 def local_folder(parent: Path, *, run: str, leader: int) -> Path:
-    """Returns the path of a node's folder. run: text that is unique to this run. leader: lowest rank of the node."""
+    """Returns the path of a node's folder.
+
+    run: text that is unique to this run.
+    leader: lowest rank of the node.
+    """
     return parent / f"{_PREFIX}{run}-{leader}"
 
 

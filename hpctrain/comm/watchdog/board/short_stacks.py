@@ -33,7 +33,10 @@ class Frame(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A stack frame as it is printed. package: the library that contains it; "" for the user's code."""
+    """A stack frame as it is printed.
+
+    package: the library that contains it; "" for the user's code.
+    """
 
     package: str
     text: str

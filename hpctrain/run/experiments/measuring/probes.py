@@ -287,8 +287,8 @@ def _apart(full: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]
 class LowPrecision:
     """An operation with float64 operands that computes in a shorter dtype.
 
-    module: the module in whose forward the operation occurs; empty outside all modules. is_mixed: whether another
-    operand has the shorter dtype but the result does not.
+    module: the module in whose forward the operation occurs; empty outside all modules.
+    is_mixed: whether another operand has the shorter dtype but the result does not.
     """
 
     module: str

@@ -25,7 +25,8 @@ MAX_KEPT = 1 << 16
 class TensorSample:
     """Tensors at one moment, by name.
 
-    values: up to MAX_KEPT elements of each tensor, flat, float64. hashes: a hash of all bytes of each tensor.
+    values: up to MAX_KEPT elements of each tensor, flat, float64.
+    hashes: a hash of all bytes of each tensor.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -66,7 +67,8 @@ class StepTrace:
 class Failure:
     """An error that ended a trial, which is a short run of the checked training.
 
-    kind: the name of the error's class. step: the step, from 1; 0: while the trial's model and optimizer were built.
+    kind: the name of the error's class.
+    step: the step, from 1; 0: while the trial's model and optimizer were built.
     """
 
     kind: str
@@ -94,8 +96,9 @@ class Unfinished:
 class RunTrace:
     """The record of a trial, which is a short run of the checked training.
 
-    initial: the parameters before the first step. failure: the error that ended the trial, if any. unfinished: the
-    state after the step that failed.
+    initial: the parameters before the first step.
+    failure: the error that ended the trial, if any.
+    unfinished: the state after the step that failed.
     """
 
     initial: TensorSample
