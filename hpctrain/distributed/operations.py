@@ -180,8 +180,10 @@ def exchange(
 def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: int) -> list[int]:
     """Returns how many elements of `tensor` belong to each rank. Does not communicate.
 
-    rows: for each rank, the number of rows along dimension 0; empty for equal shares. Raises BufferMismatch if `rows`
-    do not add up to the number of rows of the tensor, or if the tensor cannot be divided into equal shares.
+    rows: for each rank, the number of rows along dimension 0; empty for equal shares.
+
+    Raises BufferMismatch if `rows` do not add up to the number of rows of the tensor, or if the tensor cannot be
+    divided into equal shares.
     """
     if not rows:
         if tensor.shape[0] % num_ranks:

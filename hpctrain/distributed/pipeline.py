@@ -384,8 +384,9 @@ class Pipeline:
         """Finds what each stage receives, with a forward through one stage after another. Collective over the world.
 
         given: shape and dtype of the input of the first stage of this rank's pipeline. All ranks of a stage compute the
-        stage, since forward is collective with sharded parameters and split layers. Raises UsageError on every rank if
-        a stage fails.
+        stage, since forward is collective with sharded parameters and split layers.
+
+        Raises UsageError on every rank if a stage fails.
         """
         kinds = [given]
         for number in range(self.num_stages):

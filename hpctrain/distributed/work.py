@@ -342,10 +342,11 @@ def barrier_with_timeout(
 ) -> None:
     """Waits until all ranks of the group have called this function. Collective.
 
-    tag: the tag of the barrier's messages, used for nothing else. Raises CommunicationError after `timeout_s` seconds.
-    The ranks may then be at different operations, so that the group can no longer be used. MPI's own barrier cannot be
-    interrupted; this is the dissemination barrier (Hensgen, Finkel and Manber 1988). It has log2(num_ranks) rounds,
-    rounded up, of empty messages.
+    tag: the tag of the barrier's messages, used for nothing else.
+
+    Raises CommunicationError after `timeout_s` seconds. The ranks may then be at different operations, so that the
+    group can no longer be used. MPI's own barrier cannot be interrupted; this is the dissemination barrier (Hensgen,
+    Finkel and Manber 1988). It has log2(num_ranks) rounds, rounded up, of empty messages.
     """
     until = time.monotonic() + timeout_s
     distance = 1

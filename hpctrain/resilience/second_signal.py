@@ -21,7 +21,7 @@ _SECOND = 128  # added to the number of a signal that is a second request
 
 
 class _State(ctypes.Structure):
-    """The structure of the same layout in `_second_signal.c`."""
+    """The memory that Python shares with the C thread; its layout is that of the structure in `_second_signal.c`."""
 
     _fields_ = [
         ("reader", ctypes.c_int),

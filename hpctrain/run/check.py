@@ -278,9 +278,10 @@ _TIMEOUT_S = 120.0
 def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path) -> CheckReport:
     """Checks a recipe on the ranks that the launcher started. Writes nothing into the run directory. Collective.
 
-    scratch: a folder that all nodes share, for a few checkpoints, which are removed. Raises RecipeError on fewer than
-    two ranks; LaunchError if no folder can be created in `scratch`; CheckpointError if checkpoints cannot be written
-    there; and the errors of a run that cannot start.
+    scratch: a folder that all nodes share, for a few checkpoints, which are removed.
+
+    Raises RecipeError on fewer than two ranks; LaunchError if no folder can be created in `scratch`; CheckpointError if
+    checkpoints cannot be written there; and the errors of a run that cannot start.
     """
     with init(
         backend=recipe.run.backend, device=recipe.run.device, threads_per_rank=recipe.run.threads_per_rank,

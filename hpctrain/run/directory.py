@@ -16,7 +16,9 @@ from hpctrain.telemetry import tell
 def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) -> None:
     """Creates `directory`, and checks that the ranks see it and can write to it. Collective.
 
-    checks: whether this rank checks; one rank per node suffices. Raises LaunchError on every rank if a check fails.
+    checks: whether this rank checks; one rank per node suffices.
+
+    Raises LaunchError on every rank if a check fails.
     """
     token = on_rank_0(comm, lambda: _create(directory))
     agreed(comm, lambda: _check(directory, token, rank=comm.rank) if checks else None)

@@ -96,7 +96,7 @@ class Resume:
 
     @classmethod
     def parse(cls, text: str) -> Resume:
-        """Parses `auto`, `never`, or the path of a checkpoint."""
+        """Returns the `Resume` for the text of `--resume`: `auto`, `never`, or the path of a checkpoint."""
         if text in ("auto", "never"):
             return cls(from_scratch=text == "never")
         return cls(path=Path(text))

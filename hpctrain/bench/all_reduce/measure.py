@@ -268,7 +268,7 @@ class CellTimer:
         ]
 
     def _reduce(self, cell: Cell, *, check: bool) -> tuple[float, int, float]:
-        """Reduces the cell's buckets once.
+        """Reduces the buckets of one combination of size, algorithm and wire format (a cell) once.
 
         Returns this rank's seconds, the payload bytes that this rank sent, and the relative error (0 unless `check`).
         """
@@ -295,7 +295,10 @@ class CellTimer:
             torch.cuda.synchronize(self._device)
 
     def _sent_by_node(self, mine: list[int]) -> list[list[int]]:
-        """Returns the bytes sent per node and cell, `[node][cell]`, summed over the node's ranks."""
+        """Returns `[node][cell]`: the bytes that a node's ranks have sent in each combination that was measured (cell).
+
+        mine: the bytes that this rank has sent, by cell.
+        """
         by_rank = all_gather_json(self._comm, mine)
         return [
             [sum(by_rank[rank][index] for rank in ranks) for index in range(len(mine))]

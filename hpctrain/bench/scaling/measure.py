@@ -132,8 +132,9 @@ def summarize_run(
 ) -> ScalingRun:
     """Returns the run's entry of the sweep's JSON document. A pure function.
 
-    steps: for each rank, its records of the measured steps. Raises LaunchError if the records have no hash of their
-    samples.
+    steps: for each rank, its records of the measured steps.
+
+    Raises LaunchError if the records have no hash of their samples.
     """
     at_once = list(zip(*steps, strict=True))
     if not all("sample_sum" in record for step in at_once for record in step):

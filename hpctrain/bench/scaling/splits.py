@@ -41,7 +41,9 @@ def ranks_of_splits(cores: int, *, asked: Sequence[int] | None) -> list[int]:
     """Returns the numbers of ranks to measure, ascending. Each rank has `cores` / ranks threads.
 
     asked: the user's choice; None: every divisor of `cores`, or those whose threads are powers of two if there are many
-    divisors. Raises UsageError if there are fewer than two splits.
+    divisors.
+
+    Raises UsageError if there are fewer than two splits.
     """
     divisors = [ranks for ranks in range(1, cores + 1) if cores % ranks == 0]
     if cores == 1:
@@ -69,7 +71,7 @@ def judge_splits(
     failed: Sequence[FailedSplit],
     recipe: str,
 ) -> SplitVerdict | None:
-    """Returns the verdict; None if no round has a run of each split.
+    """Returns with which split of the cores the model trains fastest; None if no round has a run of each split.
 
     rates: samples/s by number of ranks and round, for every split.
     failed: splits that are left out.

@@ -67,9 +67,10 @@ class StepRow:
 def measure_steps(recipe: Recipe, asked: StepAsked, *, how: HowToRun, scratch: Path) -> list[StepRun]:
     """Makes all runs, one after another, and prints a line to stderr for each.
 
-    scratch: a folder visible on all nodes. The runs' directories are made in it and removed afterwards. Raises
-    UsageError before the first run if a configuration is impossible, LaunchError if `scratch` cannot be written, and
-    the errors of `run_once`.
+    scratch: a folder visible on all nodes. The runs' directories are made in it and removed afterwards.
+
+    Raises UsageError before the first run if a configuration is impossible, LaunchError if `scratch` cannot be written,
+    and the errors of `run_once`.
     """
     order = order_of_runs(
         cells_of(asked, batch=recipe.data.global_batch), repeats=asked.repeats, seed=asked.seed

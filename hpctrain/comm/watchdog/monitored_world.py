@@ -489,7 +489,10 @@ class Monitored(Forwarding):
         return self._watcher.sections
 
     def last_ended(self) -> float | None:
-        """Returns when this rank's last operation on any communicator ended, in seconds since 1970; None before."""
+        """Returns when this rank's last operation on any communicator ended, in seconds since 1970.
+
+        Returns None before the first operation has ended.
+        """
         ended = [track.ended for track in self._watcher.tracks if track.ended is not None]
         return max(ended, default=None)
 

@@ -212,7 +212,10 @@ class _Running:
         return TimeBySize.fit(self.measured).at(num_bytes)
 
     def expected_s(self, num_bytes: int) -> float:
-        """Returns an upper estimate of the time of a reduction of `num_bytes`, a larger size, in seconds."""
+        """Returns an upper estimate of the time of a reduction, in seconds.
+
+        num_bytes: size of the bucket, larger than the sizes measured so far.
+        """
         last_bytes, last_s = self.measured[-1]
         at_most = last_s * num_bytes / last_bytes
         by_slope = self.fitted_s(num_bytes)
@@ -419,9 +422,10 @@ class _Contest:
             self._notes.append(f"not measured: {names}: the time was used up before")
 
     def _plan(self, num_bytes: int) -> bool:
-        """Plans one bucket for each candidate. At the first size, also reduces the bucket once, to open connections.
+        """Allocates one bucket of `num_bytes` for each candidate.
 
-        Returns False if a candidate has not enough memory on any rank.
+        At the first size, also reduces the bucket once, to open connections. Returns False if a candidate has not
+        enough memory on any rank.
         """
         numel = num_bytes // ELEMENT_BYTES
         flag = numel - 1

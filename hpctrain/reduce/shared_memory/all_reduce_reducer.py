@@ -155,7 +155,10 @@ class NodeSum:
         return progress
 
     def _sum_any(self, take: Callable[..., int]) -> SumStatus:
-        """Sums all unclaimed pieces that all ranks have filled."""
+        """Claims and sums all pieces of the bucket that all ranks have filled and no rank has claimed.
+
+        take: compiled function that claims and sums pieces.
+        """
         return _PROGRESS[
             take(
                 self._parts, self._flags, self._begun, self._squares,
@@ -164,7 +167,7 @@ class NodeSum:
         ]  # fmt: skip
 
     def _sum_own(self) -> SumStatus:
-        """Sums the next piece of this rank's share, if all ranks have filled it."""
+        """Sums the next piece of this rank's share of the bucket, if all ranks have filled this piece."""
         memory, everyone = self._memory, range(len(self._parts))
         if self._next < self._own.end:
             if not memory.raised(Flag(self._is_filled.place, self._before + self._next + 1), by=everyone):

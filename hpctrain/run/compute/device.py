@@ -137,7 +137,9 @@ def choose_device(asked: str, *, comm: Collective, hosts: Sequence[str]) -> tupl
 
     asked: `cpu`; `cuda`; `cuda:N`, device N of each machine, which all ranks of the machine share; or `auto`, which
     takes CUDA if every rank has a GPU of its own. NCCL does not work between ranks that share a device; MPI does.
-    hosts: the machine of each rank. Raises LaunchError on every rank, naming all ranks that lack the requested device.
+    hosts: the machine of each rank.
+
+    Raises LaunchError on every rank, naming all ranks that lack the requested device.
     """
     if re.fullmatch(DEVICE_NAMES, asked) is None:
         raise LaunchError(f"device {asked!r}: give auto, cpu, cuda, or a numbered one such as cuda:0")

@@ -62,8 +62,8 @@ class RankAxes:
     def counts_samples(self) -> bool:
         """True if this rank counts its samples in sums over samples; the other ranks add 0.
 
-        One rank per tensor group counts the samples of the group. In a pipeline, this rank is on the last stage, which
-        computes the loss.
+        One rank per tensor group counts the samples of the group. In a pipeline, only ranks on the last stage, which
+        computes the loss, count samples.
         """
         if self._mesh is None:
             return True

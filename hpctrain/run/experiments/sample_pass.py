@@ -137,7 +137,7 @@ def _content(rows: Sequence[BatchRows]) -> dict[int, int]:
 
 
 def _changes(one: RunTrace, again: RunTrace) -> tuple[list[int], bool]:
-    """Returns the samples whose content differs between two runs, and whether a step has different samples in them."""
+    """Returns the samples whose content differs between two runs, and whether any step has other samples in one run."""
     found, unlike = [], False
     for first, second in zip(one.steps, again.steps, strict=False):
         if first.rows.names() != second.rows.names():

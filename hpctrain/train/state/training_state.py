@@ -295,7 +295,7 @@ class TrainingState:
     # ------------------------------------------------------------------ details
 
     def _averages(self) -> list[Item]:
-        """Returns the averaged model as items `ema/NAME`: the averages, and the model's buffers."""
+        """Returns the averages and the model's buffers as tensors for a checkpoint, with names `ema/NAME`."""
         items: list[Item] = []
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for name, tensor in (self.ema.tensors() if self.ema is not None else {}).items():
@@ -356,7 +356,7 @@ def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
 
 
 def _rows_of(shape: tuple[int, ...], first: int, stop: int) -> Box:
-    """Returns the box of the rows first, ..., stop - 1 of a tensor of this shape."""
+    """Returns the box (offset, shape) of the rows first, ..., stop - 1 of a tensor of this shape."""
     return (first, *(0 for _ in shape[1:])), (stop - first, *shape[1:])
 
 

@@ -31,9 +31,13 @@ class PipelineRunner:
         rows: The number of samples per micro-batch. A smaller micro-batch is padded, so that all micro-batches have the
             same shape; the loss covers only real samples.
         scaled: A function that multiplies a loss by its weight, as `SplitModelUpdater.scaled` does.
-        dtype, autocast, counts_samples, comm, loss_unit: See `TaskRunner`.
-        units_every_step: See `TaskRunner`. Used only if the task has a method `weight`: weights that the task's `loss`
-            returns become known only while the schedule of the pipeline runs.
+        dtype: The dtype to which the floating-point fields of a batch are converted; None: they keep their dtypes.
+        autocast: A function that creates the context in which forward runs.
+        counts_samples: False on a rank whose samples another rank counts.
+        comm: The communicator of all ranks; None: there is one rank.
+        loss_unit: See `unit` of `LossWeights`.
+        units_every_step: See `every_step` of `LossWeights`. Used only if the task has a method `weight`: weights that
+            the task's `loss` returns become known only while the schedule of the pipeline runs.
     """
 
     device_s = 0.0
