@@ -208,7 +208,7 @@ class SectionLimits:
         self._measured[section].add(seconds)
 
     def slowest(self, section: Section) -> tuple[float, int]:
-        """Returns the slowest recent time, and the number of times of this attempt that were compared.
+        """Returns the slowest recent time of `section`, and the number of times of this attempt that were compared.
 
         The slowest time of earlier attempts is taken into account too.
         """

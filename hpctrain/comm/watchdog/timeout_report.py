@@ -113,7 +113,7 @@ def describe_stacks(groups: Sequence[StackGroup], *, most_late: int = 8, most_wa
 
     Pure.
 
-    most_late: number of groups of late ranks that are shown.
+    most_late: number of groups of late ranks (for which other ranks wait) that are shown.
     most_waiting: number of groups of waiting ranks that are shown.
     """
     shown = [group for group in groups if group.late][:most_late]

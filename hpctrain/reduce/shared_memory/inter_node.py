@@ -326,7 +326,7 @@ class InterNodeResiduals:
             part.feedback.end_step(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
-        """Returns this rank's blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.
+        """Returns this rank's errors as blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.
 
         Row c holds the errors of the values that node c sent; the last row holds the errors of the sums.
         """
@@ -412,9 +412,10 @@ class InterNodeResiduals:
             lost.copy_(total[position : position + lost.numel()]) if owned else lost.zero_()
 
     def _pieces(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
-        """Yields, for each contiguous run of errors, its position in gradient space, a view of it, and a bool.
+        """Yields (position, errors, owned) for each contiguous run of this rank's errors.
 
-        The bool is True if this rank owns the elements of the run.
+        `position` is the offset of the run in the concatenation of all flattened parameters, `errors` is a view, and
+        `owned` is True if this rank owns the elements of the run.
         """
         for lossy in self._parts:
             part, feedback = lossy.part, lossy.feedback

@@ -236,7 +236,7 @@ def plan_memory(
     ranks_per_node: int | None = None,
     memory: int | None = None,
 ) -> MemoryEstimates:
-    """Returns what each way to split the recipe's model needs on `num_ranks` ranks.
+    """Returns the memory that each way to split the recipe's model needs on `num_ranks` ranks.
 
     Parameters are counted on the meta device. Activations are measured on this process's CPU with training data, if
     that is possible.

@@ -278,7 +278,9 @@ class Needs:
 
 
 def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches: int) -> Needs:
-    """Returns what a rank needs to train `model` as `plan` says, with `micro_batches` micro-batches per step."""
+    """Returns the memory that a rank needs to train `model` as `plan` says, with `micro_batches` micro-batches per
+    step.
+    """
     found = _without_averages(plan, model, run, micro_batches)
     if not run.averages:
         return found
@@ -367,9 +369,9 @@ def _of_sharded_optimizer(
 def _of_stages(
     plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, place: int, micro_batches: int
 ) -> Needs:
-    """Returns what the rank with index `place` in a pipeline needs.
+    """Returns the memory that the rank with index `place` in a pipeline needs.
 
-    Its stages are `place` and, if it has two stages, `place + pipeline`.
+    The rank's stages are `place` and, if each rank has two stages, `place + pipeline`.
     """
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
     own = model.on_place(place, stages=stages, pipeline=plan.pipeline).part(plan.tensor)

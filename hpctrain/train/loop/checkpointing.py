@@ -31,7 +31,7 @@ from hpctrain.train.loop.settings import CheckpointPolicy
 
 
 def with_quality(state: State, *, quality: Mapping[str, float], step: int | None) -> State:
-    """Returns `state` with the metrics of the newest evaluation in its document.
+    """Returns `state` with the metrics of the newest evaluation added to its JSON document.
 
     The best checkpoint is chosen by these metrics. NaN and infinities are left out, since JSON cannot represent them. A
     checkpoint without the metric is never the best.

@@ -522,9 +522,10 @@ class ComparisonSchedule:
         self._after_s = min(_COMPARE_AFTER_S, self.timeout_s / 4)
 
     def due(self, positions: Iterable[RankPosition]) -> dict[str, int]:
-        """Returns the names of the communicators for whose current operation the arguments must be compared now.
+        """Returns the communicators for whose current operation the ranks' arguments must be compared now.
 
-        The value is the number of comparisons of the same operation that remain afterwards.
+        The key is the name of the communicator; the value is the number of comparisons of the same operation that
+        remain afterwards.
 
         positions: what each rank of one node is doing.
         """
