@@ -278,8 +278,9 @@ class Needs:
 
 
 def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches: int) -> Needs:
-    """Returns the memory that a rank needs to train `model` as `plan` says, with `micro_batches` micro-batches per
-    step.
+    """Returns the memory that a rank needs to train `model` as `plan` says.
+
+    micro_batches: number of micro-batches per step.
     """
     found = _without_averages(plan, model, run, micro_batches)
     if not run.averages:
