@@ -124,8 +124,9 @@ def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
 class ComparedDocuments:
     """The comparison of two documents.
 
-    old, new: paths of the documents. rounds: the number of rounds of the old and of the new document. notes: texts that
-    a reader needs to judge the figures.
+    old, new: paths of the documents.
+    rounds: the number of rounds of the old and of the new document.
+    notes: texts that a reader needs to judge the figures.
     """
 
     old: str
@@ -149,7 +150,11 @@ class ComparedDocuments:
 def compare_documents(
     old: Path, new: Path, *, threshold: float = 0.0, alpha: float = 0.05, seed: int = 0
 ) -> ComparedDocuments:
-    """Compares the figures that both documents have. For `threshold`, `alpha` and `seed` see `compare_rounds`.
+    """Compares the figures (samples/s) that both documents have.
+
+    threshold: the relative decrease that is tolerated.
+    alpha: the probability of a false alarm among all figures.
+    seed: the seed for drawing arrangements of the rounds at random; see `compare_rounds`.
 
     Raises UsageError if the documents have no size in common, or if one of them has fewer than two whole rounds.
     """

@@ -124,7 +124,7 @@ def spread_of(samples: Sequence[float]) -> Spread:
     Raises ValueError if there are no samples.
     """
     if not samples:
-        raise ValueError("no samples")
+        raise ValueError("there are no samples: give at least one")
     ordered = sorted(samples)
     return Spread(
         median=_quantile(ordered, 0.5),

@@ -34,18 +34,18 @@ def name_blocks(model: nn.Module, patterns: Sequence[str]) -> None:
         fitting = {name: module for name, module in modules.items() if matches(name, pattern)}
         if not fitting:
             shown = ", ".join(list(modules)[:12]) + (", ..." if len(modules) > 12 else "")
-            raise UsageError(f"blocks name {pattern!r}, which the model does not have; it has {shown}")
+            raise UsageError(f"`blocks` names {pattern!r}, which the model does not have; it has {shown}")
         found |= fitting
     for name, module in found.items():
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise UsageError(
-                f"blocks name {name}, which only contains other modules: name those instead, as {name}.*"
+                f"`blocks` names {name}, which only contains other modules: name those instead, as {name}.*"
             )
         if not any(True for _ in module.parameters()):
-            raise UsageError(f"blocks name {name}, which has no parameters: leave it out")
+            raise UsageError(f"`blocks` names {name}, which has no parameters: leave it out")
         outer = next((other for other in found if name.startswith(f"{other}.")), None)
         if outer is not None:
-            raise UsageError(f"blocks name {name} and {outer}, which contains it: name one of them")
+            raise UsageError(f"`blocks` names {name} and {outer}, which contains it: name only one of them")
     for module in found.values():
         setattr(module, _NAMED, True)
 

@@ -41,7 +41,7 @@ def gradient_factor(model: nn.Module) -> float:
 
 
 def free_after_evaluation(model: nn.Module) -> None:
-    """Frees whole parameters after each forward of `model` without gradients, except within `kept_whole`.
+    """Frees whole (gathered) parameters after each forward of `model` without gradients, except within `kept_whole`.
 
     FSDP2 keeps some parameters whole after forward, for backward. If no backward follows, changes that the program
     makes to `model.parameters()` would be made to the whole copies and lost.
@@ -77,8 +77,10 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
 class ShardedPasses:
     """Controls when gradients of a model sharded by FSDP2 are summed over the ranks, kept and dropped.
 
-    Every rank must call each method the same number of times; only `sum_whole_gradients` communicates. plain_factor:
-    the factor by which the gradients of a backward outside of `weighted` are multiplied, until `close`.
+    Every rank must call each method the same number of times; only `sum_whole_gradients` communicates. A whole gradient
+    is one that is not sharded yet.
+
+    plain_factor: the factor by which the gradients of a backward outside of `weighted` are multiplied, until `close`.
     """
 
     def __init__(self, model: nn.Module, *, plain_factor: float = 1.0) -> None:
@@ -100,7 +102,7 @@ class ShardedPasses:
             self._set_factor(self._plain_factor)
 
     def drop_with(self, owner: nn.Module | torch.optim.Optimizer) -> None:
-        """Makes `owner.zero_grad` also drop whole gradients, until `close`.
+        """Makes `owner.zero_grad` also drop gradients that are not summed over the ranks yet, until `close`.
 
         Otherwise gradients that were added up in `without_sums` would be added to the gradients of a later step.
         """
@@ -136,7 +138,7 @@ class ShardedPasses:
 
     @contextmanager
     def without_sums(self) -> Iterator[None]:
-        """Within the `with` block, backward only adds up whole gradients on each rank.
+        """Within the `with` block, backward only adds up gradients on each rank; they are neither summed nor sharded.
 
         The next backward outside of the block sums these gradients over the ranks.
         """
@@ -162,9 +164,10 @@ class ShardedPasses:
         self._may_hold_gradients = False
 
     def drop_gradients(self) -> None:
-        """Drops whole gradients, which `optimizer.zero_grad` does not see, and the state of a failed pass.
+        """Drops gradients that are not summed over the ranks yet, and the state of a failed pass.
 
-        Whole parameters are kept unless a pass has failed, since a backward that needs them may follow.
+        `optimizer.zero_grad` does not see these gradients. Gathered parameters are kept unless a pass has failed, since
+        a backward that needs them may follow.
         """
         if self.backward_has_failed or self._forward_has_failed:
             self._reset()
@@ -204,7 +207,7 @@ def _reshard(modules: list[Any]) -> None:
 
 
 class StartSum(Protocol):
-    """A function that starts a sum over the ranks, and returns the work, on which the caller waits.
+    """A function that starts a sum over the ranks, and returns its handle, on which the caller waits.
 
     The function sums `values`, shape (num_ranks * n,), and writes this rank's part of the sum into `out`, shape (n,).
     group: FSDP2's process group.
@@ -301,7 +304,10 @@ class _Gather(_Allocating):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Starts gathering. FSDP2 waits for the work before it uses the parameters. Collective."""
+        """Starts gathering parameters, and returns a handle. Collective.
+
+        FSDP2 waits on the handle before it uses the parameters.
+        """
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
 
 
@@ -313,7 +319,10 @@ class _Unfinished:
         self._work: dist.Work | None = None
 
     def start(self, begin: Callable[[], dist.Work]) -> None:
-        """Waits for the previous sum, and starts the next one, which ends before the running backward ends."""
+        """Waits for the previous sum, and starts the next one by `begin()`.
+
+        The sum ends before the running backward ends.
+        """
         self.wait()
         self._work = begin()
         try:
@@ -331,8 +340,9 @@ class _Unfinished:
 class _ReduceScatter(_Allocating):
     """Implements FSDP2's `ReduceScatter`. FSDP2 calls the object with the gradients of a group of parameters.
 
-    parameters: the sharded parameters of the group. factor: function that returns the factor of the gradients, which is
-    applied here before the sum. FSDP2 would apply the factor directly after the call, when the sum has not ended yet.
+    parameters: the sharded parameters of the group.
+    factor: function that returns the factor of the gradients, which is applied here before the sum. FSDP2 would apply
+    the factor directly after the call, when the sum has not ended yet.
     """
 
     def __init__(
@@ -377,9 +387,10 @@ class _ReduceScatter(_Allocating):
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, offload: bool = False) -> None:
     """Shards the parameters of each repeated block, and the other parameters, with FSDP2 over `mesh`. Collective.
 
-    On a mesh with the axes `node` and `local`, parameters are sharded over `local`, with a replica per node. offload:
-    whether the shards, their gradients and the optimizer state are kept in page-locked host memory, where the optimizer
-    steps. Offloading was never run: see docs/gpu.md.
+    On a mesh with the axes `node` and `local`, parameters are sharded over `local`, with a replica per node.
+
+    offload: whether the shards, their gradients and the optimizer state are kept in page-locked host memory, where the
+    optimizer steps. Offloading was never run: see docs/gpu.md.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

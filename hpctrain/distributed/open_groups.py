@@ -69,7 +69,7 @@ def open_process_group(
 
     Args:
         device: On the CPU, groups use hpctrain's communicators; on CUDA, NCCL, and gloo for tensors in host memory.
-        timeout_s: The time limit of NCCL's operations and of waits in the store.
+        timeout_s: The time limit of NCCL's operations, and of waits in PyTorch's key-value store, in seconds.
         close: A function that is called once `destroy_process_group` has ended the groups on the CPU.
 
     Raises UsageError if torch.distributed is initialised already; LaunchError without MPI or if PyTorch is too old.
@@ -134,7 +134,7 @@ def _forget_meshes() -> None:
 
 
 class _Open:
-    """What is needed to create new groups. PyTorch passes no object of ours to the function that creates a group."""
+    """The objects that `_make_group` needs to create a process group, because PyTorch cannot pass them to it."""
 
     ranks: tuple[World, Topology] | None = None
     close: Callable[[], None] | None = None
@@ -162,7 +162,9 @@ def _make_group(options: Any, _: Any) -> CommunicatorGroup:
     members = list(options.global_ranks_in_group) or list(range(world.num_ranks))
     opened = world.open_group(members)
     if opened is None:
-        raise LaunchError(f"backend {world.backend} has no groups for torch.distributed")
+        raise LaunchError(
+            f"the backend {world.backend} cannot create groups for torch.distributed: use the backend mpi"
+        )
     comm, messages = opened
     if messages is not None:
         messages = traffic.counted_messages(messages, comm=comm)
@@ -192,8 +194,10 @@ def two_level_sums(
     """Returns a function that sums a tensor in place, first within the nodes, then between them. Collective.
 
     The tensor has shape (n,). Each call opens new communicators, which `close` of the result frees. Returns None if
-    there is one node, or one rank per node. flat_sum: the function that sums tensors of less than 64 KiB. traffic: the
-    counter of the bytes that are sent for larger tensors.
+    there is one node, or one rank per node.
+
+    flat_sum: the function that sums tensors of less than 64 KiB.
+    traffic: the counter of the bytes that are sent for larger tensors.
     """
     if topology.num_nodes == 1 or topology.num_nodes == topology.num_ranks:
         return None
@@ -205,7 +209,7 @@ def two_level_sums(
 
 @final
 class TwoLevelSums:
-    """A sum over all ranks in two levels; see `two_level_sums`."""
+    """A function that sums a tensor over all ranks, first within the nodes, then between them; see `two_level_sums`."""
 
     def __init__(self, two_level: TwoLevel, *, flat_sum: Callable[[torch.Tensor], None]) -> None:
         self._two_level = two_level
@@ -261,10 +265,11 @@ def _over_nccl(world: World, topology: Topology, *, device: torch.device, timeou
 
 
 def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) -> Callable[[], Store]:
-    """Returns a function that connects to a store on rank 0. The store's address is broadcast over MPI. Collective.
+    """Returns a function that connects to a key-value store on rank 0. MPI broadcasts the store's address. Collective.
 
-    The returned function is not collective. A run of one rank uses a store in that rank's memory. timeout: the time
-    limit of the store's operations.
+    The returned function is not collective. A run of one rank uses a store in that rank's memory.
+
+    timeout: the time limit of the store's operations.
     """
     if world.num_ranks == 1:
         return HashStore
@@ -278,11 +283,12 @@ def _store_on_rank_0(world: World, topology: Topology, *, timeout: timedelta) ->
 
 @final
 class _SharedStore(Store):
-    """A store on rank 0, to which this rank connects at the first use.
+    """PyTorch's key-value store on rank 0, to which this rank connects at the first use.
 
-    Only groups of other backends and the user's program use the store. PyTorch calls the methods by these names. limit:
-    time limit of `wait` if the caller gives a longer one, as Gloo does (half an hour), or none. When this limit is
-    over, `wait` raises CommunicationError.
+    Only groups of other backends and the user's program use the store. PyTorch calls the methods by these names.
+
+    limit: time limit of `wait` if the caller gives a longer one, as Gloo does (half an hour), or none. When this limit
+    is over, `wait` raises CommunicationError.
     """
 
     def __init__(self, connect: Callable[[], Store], *, rank: int, num_ranks: int, limit: timedelta) -> None:

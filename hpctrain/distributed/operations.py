@@ -62,7 +62,7 @@ def op_name(op: object) -> str:
         if op == known:
             return name
     raise UsageError(
-        f"{op} is not supported on the process group of hpctrain: it has {', '.join(str(k) for k in _NAMES)}"
+        f"{op} is not supported on the process group of hpctrain: use one of {', '.join(str(k) for k in _NAMES)}"
     )
 
 
@@ -81,8 +81,11 @@ def all_reduce(
 ) -> None:
     """Reduces `flat`, contiguous, shape (n,), over the ranks in place. Collective.
 
-    A mean of a half type is computed in float32 and rounded once. sums: a function that sums over the ranks in place,
-    used instead of `comm.all_reduce`. With `sums`, a mean of a half type is also sent as float32.
+    A mean of float16 or bfloat16 is computed in float32 and rounded once.
+
+    op: the name of the reduction, from `op_name`.
+    sums: a function that sums over the ranks in place, used instead of `comm.all_reduce`. With `sums`, a mean of
+    float16 or bfloat16 is also sent as float32.
     """
     if op in ("product", "and", "or", "exclusive or"):
         _from_all_parts(comm, flat, op=op)
@@ -125,9 +128,9 @@ def reduce_scatter(comm: Collective, whole: torch.Tensor, *, counts: Sequence[in
 
 
 def _mean_of_halves(comm: Collective, whole: torch.Tensor, *, counts: Sequence[int]) -> torch.Tensor:
-    """Returns this rank's part of the mean of `whole`, which is of a half type. The sum is in float32, in rank order.
+    """Returns this rank's part of the mean of `whole`, float16 or bfloat16. The sum is in float32, in rank order.
 
-    Sends as many bytes as a sum, since the slices are sent in the half type.
+    Sends as many bytes as a sum, since the slices are sent in the dtype of `whole`.
     """
     mine = counts[comm.rank]
     received = exchange(comm, whole, send_counts=counts, receive_counts=[mine] * comm.num_ranks)
@@ -177,11 +180,17 @@ def exchange(
 def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: int) -> list[int]:
     """Returns how many elements of `tensor` belong to each rank. Does not communicate.
 
-    rows: for each rank, the number of rows along dimension 0; empty for equal shares. Raises BufferMismatch if `rows`
-    do not add up to the number of rows of the tensor, or if the tensor cannot be divided into equal shares.
+    rows: for each rank, the number of rows along dimension 0; empty for equal shares.
+
+    Raises BufferMismatch if `rows` do not add up to the number of rows of the tensor, or if the tensor cannot be
+    divided into equal shares.
     """
     if not rows:
-        check_sizes(tensor.shape[0] % num_ranks, 0, operation="all_to_all", num_ranks=num_ranks)
+        if tensor.shape[0] % num_ranks:
+            raise BufferMismatch(
+                f"all_to_all over {num_ranks} ranks: the tensor's {tensor.shape[0]} rows cannot be divided into equal "
+                "shares: give the sizes"
+            )
         rows = [tensor.shape[0] // num_ranks] * num_ranks
     if sum(rows) != tensor.shape[0]:
         raise BufferMismatch(
@@ -192,10 +201,14 @@ def elements_of_ranks(tensor: torch.Tensor, rows: Sequence[int], *, num_ranks: i
 
 
 def check_sizes(found: int, wanted: int, *, operation: str, num_ranks: int) -> None:
-    """Raises BufferMismatch unless both numbers of elements are equal. Does not communicate."""
+    """Raises BufferMismatch unless `found` and `wanted`, the numbers of elements of two tensors, are equal.
+
+    Does not communicate.
+    """
     if found != wanted:
         raise BufferMismatch(
-            f"{operation} over {num_ranks} ranks: tensors of {found} and {wanted} elements do not match"
+            f"{operation} over {num_ranks} ranks: the parts of all ranks must have as many elements as the whole "
+            f"tensor, but the numbers are {found} and {wanted}"
         )
 
 

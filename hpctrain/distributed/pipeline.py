@@ -279,8 +279,11 @@ class Pipeline:
     def keep_own(self, optimizer: torch.optim.Optimizer, *, names: Mapping[int, str]) -> None:
         """Replaces the parameters of `optimizer`, which was made for the whole model, by those of this rank's stages.
 
-        The parameter groups stay. names: the names of all parameters of the whole model, by `id`. Raises UsageError if
-        this rank has no trained parameter.
+        The parameter groups stay.
+
+        names: the names of all parameters of the whole model, by `id`.
+
+        Raises UsageError if this rank has no trained parameter.
         """
         own = dict(self._model.named_parameters())
         for group in optimizer.param_groups:
@@ -305,8 +308,11 @@ class Pipeline:
         Collective over the world.
 
         inputs: the inputs of the first stage, shape (micro_batches * rows, ...). Ranks without the first stage pass any
-        tensor of the same shape and dtype, such as a tensor on the meta device. loss_of: called for each micro-batch on
-        the rank with the last stage. Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
+        tensor of the same shape and dtype, such as a tensor on the meta device.
+        loss_of: function that returns the loss of a micro-batch from the model's output and the index of the
+        micro-batch. It is called on the rank with the last stage.
+
+        Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
         """
         kinds = self._kinds_for(inputs, parts=self._plan.micro_batches)
         if self._scheduled != kinds:
@@ -325,8 +331,11 @@ class Pipeline:
 
         Without gradients. Collective over the world.
 
-        inputs: as for `forward_backward`, with `parts` times the rows of a micro-batch. The `parts` equal slices of the
-        rows are computed one after another. Raises the errors of `forward_backward`.
+        inputs: the inputs of the first stage, with `parts` times the rows of a micro-batch. Ranks without the first
+        stage pass any tensor of the same shape and dtype. The `parts` equal slices of the rows are computed one after
+        another.
+
+        Raises UsageError on every rank if a stage cannot compute inputs of a new shape.
         """
         kinds = self._kinds_for(inputs, parts=parts)
         sent, outputs = [], []
@@ -375,8 +384,9 @@ class Pipeline:
         """Finds what each stage receives, with a forward through one stage after another. Collective over the world.
 
         given: shape and dtype of the input of the first stage of this rank's pipeline. All ranks of a stage compute the
-        stage, since forward is collective with sharded parameters and split layers. Raises UsageError on every rank if
-        a stage fails.
+        stage, since forward is collective with sharded parameters and split layers.
+
+        Raises UsageError on every rank if a stage fails.
         """
         kinds = [given]
         for number in range(self.num_stages):
@@ -400,7 +410,9 @@ class Pipeline:
                         module.reshard()
 
     def _try(self, number: int, given: _Kind) -> list[Any]:
-        """Runs one of this rank's stages on zeros. Returns shape and dtype of the output as JSON values.
+        """Runs the stage with index `number` on zeros. Returns shape and dtype of the output as JSON values.
+
+        given: shape and dtype of the stage's input.
 
         Raises UsageError if the stage fails, or does not return one tensor with the samples along dimension 0.
         """
@@ -422,7 +434,10 @@ class Pipeline:
         return [list(output.shape), str(output.dtype).removeprefix("torch.")]
 
     def _make_schedule(self, kinds: list[_Kind]) -> None:
-        """Creates PyTorch's schedule, with buffers of these shapes. Collective over the pipeline's ranks."""
+        """Creates PyTorch's pipeline schedule. Collective over the pipeline's ranks.
+
+        kinds: shape and dtype of each stage's input, and of the last output, for which buffers are allocated.
+        """
         from torch.distributed import pipelining
 
         self._stages.clear()

@@ -1,8 +1,8 @@
 """A process group of torch.distributed over one of hpctrain's communicators, for tensors in host memory.
 
 PyTorch calls the methods under the names of `torch.distributed.ProcessGroup`; the aliases are the names of other
-PyTorch releases. Each method returns a work, the handle of its operation. Without `opts.asyncOp` the operation has
-ended when the method returns.
+PyTorch releases. Each method returns a work (PyTorch's name for the handle of an operation). Without `opts.asyncOp` the
+operation has ended when the method returns.
 """
 
 from __future__ import annotations
@@ -396,5 +396,5 @@ def _distribute(whole: torch.Tensor, parts: Tensors) -> None:
 
 def _checked(tag: int) -> int:
     if not 0 <= tag < _BARRIER_TAG:
-        raise UsageError(f"tag {tag} of a message: tags are from 0 to {_BARRIER_TAG - 1}")
+        raise UsageError(f"the tag of a message is {tag}: give a tag from 0 to {_BARRIER_TAG - 1}")
     return tag

@@ -42,13 +42,13 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def shard_of(model: torch.nn.Module) -> ShardKind:
-    """Returns which parts of the model's training `parallelize` has sharded."""
+    """Returns what `parallelize` has sharded: `none`, `optimizer`, `gradients` or `parameters` (see `ParallelPlan`)."""
     shard: ShardKind = getattr(model, _SHARD, "none")
     return shard
 
 
 def mark_sharded(model: torch.nn.Module, shard: ShardKind, *, mesh: DeviceMesh | None = None) -> None:
-    """Stores on the model what `shard_of` and `shard_mesh_of` return."""
+    """Stores on the model what was sharded, and over which mesh: `shard_of` and `shard_mesh_of` then return it."""
     setattr(model, _SHARD, shard)
     setattr(model, _MESH, mesh)
 
@@ -64,7 +64,7 @@ def shard_mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
 
 
 def note_mesh(mesh: DeviceMesh) -> None:
-    """Records a mesh of all ranks over which a model is about to be split, for `is_first_replica`."""
+    """Records `mesh`, the mesh of all ranks over which a model will be split; `is_first_replica` needs it."""
     if mesh in _MESHES:
         _MESHES.remove(mesh)
     _MESHES.append(mesh)
@@ -235,9 +235,11 @@ class ElementShard:
 
 
 def hold_elements(parameter: torch.nn.Parameter, *, begin: int, end: int) -> ElementShard:
-    """Creates this rank's `ElementShard` of `parameter`, and stores it as an attribute of `parameter`.
+    """Makes this rank hold the optimizer state of some elements of `parameter`; stores and returns the `ElementShard`.
 
-    The memory of the parameter must have no gaps.
+    begin, end: the elements, from `begin` to before `end` in memory order.
+
+    The shard is stored as an attribute of `parameter`. The memory of the parameter must have no gaps.
     """
     flat = flat_view(parameter)[begin:end]
     part = torch.nn.Parameter(flat if parameter.dim() or begin == end else flat.view(()))
@@ -252,7 +254,7 @@ def element_shard(parameter: torch.Tensor) -> ElementShard | None:
 
 
 def forget_elements(parameter: torch.nn.Parameter) -> None:
-    """Undoes `hold_elements`."""
+    """Removes the `ElementShard` that `hold_elements` has stored on `parameter`."""
     if hasattr(parameter, _HELD):
         delattr(parameter, _HELD)
 

@@ -57,7 +57,7 @@ def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager
 
 
 def keeps(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns True if the result of `operation(*args, **kwargs)` is kept, for an operation of `torch.ops.aten`.
+    """Returns True if forward keeps the result of `operation(*args, **kwargs)`, an operation of `torch.ops.aten`.
 
     Attention with dropout is recomputed. If its result were kept, the recomputation would not draw the random numbers
     of the attention, so that later dropouts would draw other numbers than in forward.
@@ -80,7 +80,10 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _kept() -> frozenset[Any]:
-    """Returns the operations of `_KEPT_NAMES` with all overloads, without names that this PyTorch lacks."""
+    """Returns the operations whose results forward keeps for backward: those of `_KEPT_NAMES`, with all overloads.
+
+    Names that this PyTorch lacks are left out.
+    """
     packets = [getattr(torch.ops.aten, name) for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)]
     return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 

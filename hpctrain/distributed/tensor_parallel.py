@@ -68,6 +68,8 @@ class SequenceParts:
     def as_input(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the whole sequence of features, for a layer of which this rank computes some outputs. Collective.
 
+        part: this rank's part of the sequence of features.
+
         The gradient on each rank covers only the outputs of that rank. Backward sums the gradients over the ranks, and
         splits the sum along the sequence again.
         """
@@ -85,7 +87,9 @@ class SequenceParts:
         return DTensor.from_local(rows, self._mesh, (Replicate(),), grad_placements=(Partial(),))
 
     def as_output(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the whole sequence of features, for layers that every rank computes alike.
+        """Returns the whole sequence of features, for layers in which every rank computes the same.
+
+        part: this rank's part of the sequence of features.
 
         Collective in forward only.
         """
@@ -142,8 +146,9 @@ _SPLIT = "_hpctrain_tensor_split"
 class TensorSplit:
     """How `parallelize` has split a model with tensor > 1.
 
-    mesh: the mesh of all ranks. Its last axis is `tensor`; the axes before it are data parallel. by_fsdp: whether FSDP2
-    has sharded the parameters. If so, FSDP2 sums gradients over the data-parallel ranks; otherwise the updater does.
+    mesh: the mesh of all ranks. Its last axis is `tensor`; the axes before it are data parallel.
+    by_fsdp: whether FSDP2 has sharded the parameters. If so, FSDP2 sums gradients over the data-parallel ranks;
+    otherwise the updater does.
     """
 
     mesh: DeviceMesh
@@ -186,8 +191,9 @@ def split_layers(model: nn.Module, plan: TensorPlan, *, mesh: DeviceMesh, sequen
     """Replaces the parameters that `plan` splits with DTensors over the axis `tensor` of `mesh`, in place.
 
     Collective over each tensor group; the parameter values of the first rank of the group are used. `plan` must have
-    passed `check_tensor_plan`. sequence: whether norms, dropout and other modules with the style `sequence` are
-    computed on parts of the sequence.
+    passed `check_tensor_plan`.
+
+    sequence: whether norms, dropout and other modules with the style `sequence` are computed on parts of the sequence.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -222,7 +228,11 @@ _Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 def _changes(
     module: nn.Module, how: str, *, parts: SequenceParts | None
 ) -> tuple[list[_Change], list[_Change]]:
-    """Returns the functions that are applied to a module's input, and those applied to its output, in order."""
+    """Returns the functions that are applied to a module's input, and those applied to its output, in order.
+
+    how: style by which the plan splits the module.
+    parts: converts parts of sequences; None without sequence parallelism.
+    """
     before: list[_Change] = []
     after: list[_Change] = []
     if isinstance(module, nn.Linear):
@@ -259,8 +269,10 @@ class _Rows:
 def check_tensor_plan(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence: bool = False) -> None:
     """Raises UsageError if the modules that `plan` names cannot be split over `tensor` ranks. Does not communicate.
 
-    The plan is described at `TensorParallelTask.tensor_plan`. sequence: whether modules are also computed on parts of
-    the sequence; otherwise the entries `sequence` and `sequence-gathered` are ignored.
+    The plan is described at `TensorParallelTask.tensor_plan`.
+
+    sequence: whether modules are also computed on parts of the sequence; otherwise the entries `sequence` and
+    `sequence-gathered` are ignored.
     """
     entries = _resolve(model, plan, sequence=sequence)
     shared = _shared_parameters(model)
@@ -362,7 +374,8 @@ class _Entry:
 
     parts: for a split layer, the number of parts that must not be cut, such as heads; None if the layer may be cut
     between any features. For a module that is computed on parts of the sequence, the length of the sequence; None if it
-    is unknown. pattern: the pattern of the plan that matched the module.
+    is unknown.
+    pattern: the pattern of the plan that matched the module.
     """
 
     how: str
@@ -407,7 +420,10 @@ def _shared_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _dimension(module: nn.Module, how: str) -> str | None:
-    """Returns the name of the attribute with the size of the split dimension; None if the module cannot be split so."""
+    """Returns the name of the module's attribute with the size of the dimension that is split by the style `how`.
+
+    Returns None if the module cannot be split by this style.
+    """
     return next(
         (name for (kind, style), name in _DIMENSIONS.items() if style == how and isinstance(module, kind)),
         None,

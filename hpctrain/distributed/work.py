@@ -255,7 +255,7 @@ class OperationThread:
     def run(
         self, operation: Callable[[], None], outputs: Sequence[torch.Tensor], *, behind: bool
     ) -> CollectiveWork:
-        """Runs `operation` and returns its work. Raises UsageError after `close`.
+        """Runs `operation` and returns its work (PyTorch's handle). Raises UsageError after `close`.
 
         behind: True: `run` returns at once. False: the operation has ended when `run` returns.
         """
@@ -280,9 +280,10 @@ class OperationThread:
         return CollectiveWork(task, outputs, thread=self)
 
     def advance_to(self, task: concurrent.futures.Future[None]) -> None:
-        """Called by a callback on this thread, runs the pending operations up to and including that of `task`.
+        """Runs the pending operations up to and including that of `task`. Does nothing on other threads than this one.
 
-        That operation would otherwise not start before the callback ends.
+        A callback on this thread calls this method, because the operation would otherwise not start before the callback
+        ends.
         """
         while threading.get_ident() == self._thread and not task.done():
             self._run_next()
@@ -341,10 +342,11 @@ def barrier_with_timeout(
 ) -> None:
     """Waits until all ranks of the group have called this function. Collective.
 
-    tag: the tag of the barrier's messages, used for nothing else. Raises CommunicationError after `timeout_s` seconds.
-    The ranks may then be at different operations, so that the group can no longer be used. MPI's own barrier cannot be
-    interrupted; this is the dissemination barrier (Hensgen, Finkel and Manber 1988). It has log2(num_ranks) rounds,
-    rounded up, of empty messages.
+    tag: the tag of the barrier's messages, used for nothing else.
+
+    Raises CommunicationError after `timeout_s` seconds. The ranks may then be at different operations, so that the
+    group can no longer be used. MPI's own barrier cannot be interrupted; this is the dissemination barrier (Hensgen,
+    Finkel and Manber 1988). It has log2(num_ranks) rounds, rounded up, of empty messages.
     """
     until = time.monotonic() + timeout_s
     distance = 1

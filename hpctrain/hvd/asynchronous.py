@@ -189,7 +189,9 @@ def reduce_scaled(
 ) -> None:
     """Multiplies `flat` by `prescale`, reduces it over the ranks and multiplies it by `postscale`, in place.
 
-    Call it only inside an operation of `group.run`. sizes: the number of elements of each tensor in `flat`.
+    Call it only inside an operation of `group.run`.
+
+    sizes: the number of elements of each tensor in `flat`.
     """
     scale(flat, prescale)
     group.reduce(flat, op=op, sizes=sizes)
@@ -215,7 +217,7 @@ def sparse_allreduce_async(
     """
     group, chosen = group_of(process_set), chosen_op(op, None)
     if chosen not in (Sum, Average):
-        raise HorovodValueError(f"a sparse tensor can be summed or averaged, not reduced by {chosen}")
+        raise HorovodValueError(f"a sparse tensor cannot be reduced by {chosen}: use hvd.Sum or hvd.Average")
     results: list[torch.Tensor] = []
 
     def reduce() -> None:
@@ -399,7 +401,7 @@ def broadcast_async_(
     """Starts copying one rank's tensor to all ranks, overwriting `tensor`. Arguments as in `broadcast_async`."""
     group = group_of(process_set)
     if root_rank not in process_set.ranks:
-        raise HorovodValueError(f"broadcast from rank {root_rank}, which is not in {process_set}")
+        raise HorovodValueError(f"broadcast: root_rank is {root_rank}, which is not in {process_set}")
 
     def send() -> None:
         flat = tensor.detach().contiguous().view(-1)
@@ -443,7 +445,10 @@ def alltoall_async(
         raise HorovodValueError(f"alltoall: splits must be integers, not {torch.as_tensor(splits).dtype}")
     sent = [rows // size] * size if splits is None else torch.as_tensor(splits).tolist()
     if len(sent) != size or sum(sent) != rows or min(sent) < 0:
-        raise HorovodValueError(f"alltoall of {rows} rows to {size} ranks cannot have the splits {sent}")
+        raise HorovodValueError(
+            f"alltoall of {rows} rows to {size} ranks: splits must be {size} numbers of 0 or more that add up to "
+            f"{rows}, not {sent}"
+        )
     part = tensor.detach().contiguous()
     like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
     results: list[torch.Tensor] = []
@@ -482,7 +487,9 @@ def _check_dense(tensors: Sequence[torch.Tensor], operation: str) -> None:
 
 def _rows_of(tensor: torch.Tensor, operation: str) -> int:
     if tensor.dim() == 0:
-        raise HorovodValueError(f"{operation} needs a tensor with a first dimension, not a number")
+        raise HorovodValueError(
+            f"{operation} was given a tensor without dimensions: give a tensor with at least one dimension"
+        )
     return tensor.shape[0]
 
 

@@ -83,10 +83,13 @@ class _Bucket:
 
 @final
 class GradientReduction:
-    """Reduces the gradients of the parameters `named`. Create a new object when parameters are added.
+    """Reduces the gradients of some parameters. Create a new object when parameters are added.
 
-    If several objects have a parameter in common, only the newest starts reductions in backward. `group` is a function
-    that returns the group to reduce over. `group` is called for each bucket, since `elastic.run` replaces the groups.
+    named: the parameters, as pairs (name, parameter).
+    group: function that returns the group to reduce over. It is called for each bucket, since `elastic.run` replaces
+    the groups.
+
+    If several objects have a parameter in common, only the newest starts reductions in backward.
     """
 
     def __init__(self, named: Sequence[Named], *, group: Callable[[], Group], settings: Settings) -> None:
@@ -199,7 +202,10 @@ class GradientReduction:
         self._hold(bucket.parameters)
 
     def _hold(self, numbers: Sequence[int]) -> None:
-        """Stores the gradients until `_give_back`, and puts objects into `.grad` that refuse every use."""
+        """Stores the gradients of the parameters with indices `numbers`, until `_give_back`.
+
+        Meanwhile `.grad` contains an object that refuses every use.
+        """
         for number in numbers:
             gradient = self._parameters[number].grad
             if gradient is not None:
@@ -207,7 +213,12 @@ class GradientReduction:
                 self._parameters[number].grad = self._pending[number]
 
     def _give_back(self, numbers: Sequence[int]) -> None:
-        """Puts the stored gradients back into `.grad`. Raises GradientsInUse if the script has set other gradients."""
+        """Puts the gradients that `_hold` has stored back into `.grad`.
+
+        numbers: indices of the parameters.
+
+        Raises GradientsInUse if the script has set other gradients.
+        """
         for number in numbers:
             if number in self._held:
                 if self._parameters[number].grad is not self._pending[number]:
@@ -215,7 +226,7 @@ class GradientReduction:
                 self._parameters[number].grad = self._held.pop(number)
 
     def _release(self) -> None:
-        """Puts the stored gradients back into `.grad`, except where the script has set other gradients."""
+        """Puts gradients that `_hold` has stored back into `.grad`, except where the script has set other gradients."""
         for number, gradient in self._held.items():
             if self._parameters[number].grad is self._pending[number]:
                 self._parameters[number].grad = gradient
@@ -317,8 +328,8 @@ class GradientReduction:
         gradient = parameter.grad
         if gradient.is_sparse and self._settings.op not in (Sum, Average):
             raise HorovodValueError(
-                f"the gradient of {self._names[number]!r} is sparse, and can be summed or averaged, not reduced by "
-                f"{self._settings.op}"
+                f"the gradient of {self._names[number]!r} is sparse, and cannot be reduced by {self._settings.op}: use "
+                "hvd.Sum or hvd.Average"
             )
         # The compressions of hpctrain find a parameter by its gradient.
         return gradient.detach() if gradient.requires_grad else gradient
@@ -379,7 +390,12 @@ class GradientReduction:
         return [members for members in found if members]
 
     def _divided(self, numbers: Sequence[int], bucket_bytes: int) -> Iterable[list[int]]:
-        """Yields parts of at most `bucket_bytes`, each with parameters of one dtype and device."""
+        """Divides parameters into buckets of at most `bucket_bytes`, each with parameters of one dtype and device.
+
+        numbers: indices of the parameters.
+
+        Yields the indices of the parameters in each bucket.
+        """
         for device in dict.fromkeys(self._parameters[number].device for number in numbers):
             here = [number for number in numbers if self._parameters[number].device == device]
             specs = [

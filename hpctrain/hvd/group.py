@@ -94,7 +94,7 @@ class Group:
             named: A text with the operation and the name that the script gave it; None if the script gave no name.
 
         Returns:
-            The work, on which the caller waits.
+            The handle of the operation, on which the caller waits.
 
         Raises:
             HorovodInternalError: On every rank, naming what each rank called, if the calls differ. Raised here or by

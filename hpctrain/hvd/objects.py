@@ -103,7 +103,7 @@ def _take_state(optimizer: torch.optim.Optimizer, data: bytes, *, root_rank: int
     if sizes != root_sizes:
         raise HorovodValueError(
             f"broadcast_optimizer_state: the parameter groups have {sizes} parameters here and {root_sizes} on "
-            f"rank {root_rank}"
+            f"rank {root_rank}: make the optimizer with the same parameter groups on all ranks"
         )
     for of_group, options in zip(optimizer.param_groups, found["param_groups"], strict=True):
         of_group.update({key: value for key, value in options.items() if key != "params"})

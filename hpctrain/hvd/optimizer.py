@@ -60,7 +60,9 @@ def DistributedOptimizer(  # noqa: N802
     """
     chosen = chosen_op(op, None)
     if gradient_predivide_factor != 1.0 and chosen is not Average:
-        raise HorovodValueError("gradient_predivide_factor divides an average: use op=hvd.Average")
+        raise HorovodValueError(
+            "gradient_predivide_factor is only for op=hvd.Average: leave it out, or use op=hvd.Average"
+        )
     if backward_passes_per_step < 1:
         raise HorovodValueError(f"backward_passes_per_step is {backward_passes_per_step}: give at least 1")
     if num_groups:
@@ -91,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802
 
 
 class _Distributed(torch.optim.Optimizer):
-    """The base of both kinds of optimizer, with the names of the parameters."""
+    """Base class of the optimizers that `DistributedOptimizer` returns; has the names of the parameters."""
 
     _named: list[Named]
     _settings: Settings
@@ -178,8 +180,8 @@ class _Reducing(_Distributed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the gradients, then steps. Collective over the process set.
 
-        After `synchronize()`, outside of `skip_synchronize()`, it reduces the gradients again and warns, as Horovod
-        does.
+        If `synchronize()` was called before, outside of `skip_synchronize()`, this reduces the gradients again and
+        warns, as Horovod does.
 
         Args:
             closure: A function that computes the loss and its gradients. It is called once, before the gradients are
@@ -266,11 +268,13 @@ def _checked_names(param_groups: Sequence[dict[str, Any]], named: list[Any] | No
         return parameters
     if any(not isinstance(entry, tuple) for entry in named):
         raise HorovodValueError(
-            "named_parameters is a sequence of (name, parameter): model.named_parameters()"
+            "named_parameters must be a sequence of pairs (name, parameter): pass model.named_parameters()"
         )
     repeated = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if repeated:
-        raise HorovodValueError(f"named_parameters has these names more than once: {', '.join(repeated)}")
+        raise HorovodValueError(
+            f"named_parameters has these names more than once: {', '.join(repeated)}: give each name once"
+        )
     name_of = {id(parameter): name for name, parameter in named}
     missing = [place for place, parameter in parameters if id(parameter) not in name_of]
     if missing:
@@ -288,6 +292,6 @@ def _check_groups(groups: Any) -> None:
         raise HorovodValueError(f"groups is {groups!r}: give a number above 0, or lists of parameters")
     members = [parameter for of_group in groups for parameter in of_group]
     if any(not isinstance(parameter, torch.Tensor) for parameter in members):
-        raise HorovodValueError("groups has something that is not a parameter")
+        raise HorovodValueError("groups contains an object that is not a parameter: give lists of parameters")
     if len({id(parameter) for parameter in members}) < len(members):
-        raise HorovodValueError("a parameter is in more than one of the groups")
+        raise HorovodValueError("a parameter is in groups more than once: put each parameter into one group")

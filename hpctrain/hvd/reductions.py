@@ -84,8 +84,8 @@ def reduce_flat(
 ) -> None:
     """Reduces `flat`, shape (sum(sizes),), over the ranks in place.
 
-    sizes: the number of elements of each tensor in `flat`, which Adasum needs. sums: a function that sums over the
-    ranks in place, used instead of `comm.all_reduce`.
+    sizes: the number of elements of each tensor in `flat`, which Adasum needs.
+    sums: a function that sums over the ranks in place, used instead of `comm.all_reduce`.
     """
     if op is Adasum:
         adasum(comm, flat, sizes=sizes)

@@ -38,7 +38,7 @@ class ProcessSet:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         if not isinstance(ranks, Iterable):
-            raise HorovodValueError("a process set is made of a list of ranks, not of a communicator")
+            raise HorovodValueError("a process set was given a communicator: give a list of world ranks")
         self.ranks = sorted(ranks)
         if any(not isinstance(rank, int) for rank in self.ranks) or len(set(self.ranks)) < len(self.ranks):
             raise HorovodValueError(f"a process set is a list of ranks, each only once, not {self.ranks}")
@@ -163,7 +163,7 @@ def is_initialized() -> bool:
 
 
 def size() -> int:
-    """Returns the number of ranks. Raises HorovodValueError before `init`, as do the functions below."""
+    """Returns the number of ranks. Raises HorovodValueError before `init`, as do `rank`, `local_size` and so on."""
     return _session().world_size
 
 
@@ -322,7 +322,10 @@ def group_of(process_set: ProcessSet) -> Group:
 
 
 def gradient_group_of(process_set: ProcessSet) -> Group:
-    """Returns the group that reduces the gradients of optimizers over `process_set`. Raises as `group_of` does."""
+    """Returns the group that reduces the gradients of optimizers over `process_set`.
+
+    Raises HorovodValueError if this rank is not in the set.
+    """
     return _groups_of(process_set).gradients
 
 
@@ -335,7 +338,9 @@ def _groups_of(process_set: ProcessSet) -> _Groups:
     session = _session()
     number = process_set.process_set_id
     if number is None:
-        raise HorovodValueError(f"{process_set} is not known: call hvd.add_process_set on all ranks before")
+        raise HorovodValueError(
+            f"{process_set} is not registered: first call hvd.add_process_set on all ranks"
+        )
     _, groups = _state.sets[number]
     if groups is None:
         raise HorovodValueError(
@@ -369,7 +374,9 @@ def _open_group(process_set: ProcessSet, prefix: str, sums_in_two_levels: bool) 
     session = _session()
     opened = session.world.open_group(process_set.ranks, compared=False)
     if opened is None:
-        raise LaunchError(f"backend {session.world.backend} has no groups for hpctrain.hvd")
+        raise LaunchError(
+            f"the backend {session.world.backend} cannot create groups for hpctrain.hvd: use the backend mpi"
+        )
     comm, _ = opened
     sums = two_level_sums(session.world, session.topology, comm.all_reduce) if sums_in_two_levels else None
     return Group(comm, name=f"{prefix}{describe_ranks(process_set.ranks)}", sums=sums)

@@ -70,7 +70,8 @@ class SessionEnvironment(ClusterEnvironment):
 class _OnRanks(strategies.ParallelStrategy):
     """The common base class of the strategies.
 
-    In a strategy's list of base classes it stands before Lightning's class, whose __init__ takes the other options.
+    In a strategy's list of base classes, this class stands before Lightning's class, whose __init__ takes the other
+    options.
     """
 
     _started: Session | None = None  # the session that the newest strategy has started
@@ -130,9 +131,10 @@ class DDPStrategy(_OnRanks, strategies.DDPStrategy):
     Args:
         session: A session of `hpctrain.init` or `hpctrain.init_process_group`. None: the session that an earlier
             strategy started, or a new one.
-        device: As for `init_process_group`.
-        timeout_s: As for `init_process_group`.
-        watch_folder: As for `init_process_group`.
+        device: "cpu", "cuda" or "auto"; see `init_process_group`.
+        timeout_s: The time limit of an operation in seconds.
+        watch_folder: A folder on a filesystem that all nodes share. With it, the message at the time limit names the
+            missing ranks.
         **options: Options of Lightning's class, such as find_unused_parameters.
     """
 
@@ -149,10 +151,12 @@ class ModelParallelStrategy(_OnRanks, strategies.ModelParallelStrategy):
     `self.device_mesh`.
 
     Args:
-        session: As for `DDPStrategy`.
-        device: As for `DDPStrategy`.
-        timeout_s: As for `DDPStrategy`.
-        watch_folder: As for `DDPStrategy`.
+        session: A session of `hpctrain.init` or `hpctrain.init_process_group`. None: the session that an earlier
+            strategy started, or a new one.
+        device: "cpu", "cuda" or "auto"; see `init_process_group`.
+        timeout_s: The time limit of an operation in seconds.
+        watch_folder: A folder on a filesystem that all nodes share. With it, the message at the time limit names the
+            missing ranks.
         **options: Options of Lightning's class, such as data_parallel_size, tensor_parallel_size and
             save_distributed_checkpoint.
     """

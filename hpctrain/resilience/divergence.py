@@ -162,7 +162,7 @@ class Divergence:
         return self.num_roll_backs < self._limits.max_roll_backs
 
     def why_no_roll_back(self) -> str:
-        """Returns why the run ends instead of being rolled back."""
+        """Returns why the run is not rolled back to an older checkpoint, as text for the message with which it ends."""
         if self._limits.max_roll_backs == 0:
             return "guards.max_roll_backs = 0"
         if not self.may_roll_back:
@@ -207,7 +207,10 @@ class Divergence:
         }
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restores `state`. An empty `saved`, from a checkpoint without this state, gives the state of a new run."""
+        """Restores the guard's state from `saved`, a result of `state`.
+
+        An empty `saved`, from a checkpoint without such a state, gives the state of a new run.
+        """
         self.lr_factor = float(saved.get("lr_factor", 1.0))
         self.num_roll_backs = int(saved.get("num_roll_backs", 0))
         self.skipped_in_row = int(saved.get("skipped_in_row", 0))

@@ -116,7 +116,8 @@ def give_back_large_pieces(environ: Mapping[str, str] = os.environ) -> bool:
     Call it for a model with sharded blocks, which are gathered from the ranks and freed again in each step. Freed
     pieces of memory of many sizes, with pieces in use between them, would be used again only in part, and a rank would
     hold much more memory than it needs. Up to 256 MiB of smaller pieces, and of pieces allocated before this call, are
-    still kept. Returns False, and changes nothing, in the cases of `keep_freed_memory`.
+    still kept. Returns False, and changes nothing, if the user has set one of glibc's own variables, or if the C
+    library is not glibc.
     """
     return _set_thresholds(_LARGE_BYTES, _TRIM_BYTES, environ=environ) and give_back_once(environ)
 
@@ -126,7 +127,7 @@ def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
 
     Call it at the end of the first update: the optimizer's state was allocated in the memory that the activations of
     the first step had left, and the pieces that remain between its tensors are of no use to later steps. Returns False,
-    and changes nothing, in the cases of `keep_freed_memory`.
+    and changes nothing, if the user has set one of glibc's own variables, or if the C library is not glibc.
     """
     glibc = _glibc(environ)
     if glibc is not None:
@@ -137,7 +138,8 @@ def give_back_once(environ: Mapping[str, str] = os.environ) -> bool:
 def give_back_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """Makes glibc return all freed memory to the system now, and later each freed piece of more than 128 KiB at once.
 
-    Returns False, and changes nothing, in the cases of `keep_freed_memory`.
+    Returns False, and changes nothing, if the user has set one of glibc's own variables, or if the C library is not
+    glibc.
     """
     return _set_thresholds(_DEFAULT_BYTES, _DEFAULT_BYTES, environ=environ) and give_back_once(environ)
 

@@ -21,7 +21,7 @@ _SECOND = 128  # added to the number of a signal that is a second request
 
 
 class _State(ctypes.Structure):
-    """The structure of the same layout in `_second_signal.c`."""
+    """The memory that Python shares with the C thread; its layout is that of the structure in `_second_signal.c`."""
 
     _fields_ = [
         ("reader", ctypes.c_int),
@@ -41,7 +41,7 @@ _kept: list[_State] = []  # threads may use them as long as the process lives
 
 @functools.cache
 def _library() -> Any:
-    """Returns the library with the compiled thread; None if it was not compiled."""
+    """Returns the library with the compiled thread; None if the thread was not compiled."""
     paths = [f"{_LIBRARY}{suffix}" for suffix in EXTENSION_SUFFIXES]
     path = next((path for path in paths if os.path.exists(path)), None)
     return None if path is None else ctypes.CDLL(path)
@@ -49,7 +49,9 @@ def _library() -> Any:
 
 @final
 class SecondSignal:
-    """The C thread, which reads signal numbers from the file `reader`, and passes each on to `self.reader` as a byte.
+    """The C thread, which reads signal numbers from a pipe, and passes each on to `self.reader` as a byte.
+
+    reader: file descriptor from which the thread reads.
 
     handled: signals that ask for a stop.
     same_request_s: a signal that arrives at least this many seconds after the first one is a second request.
@@ -64,7 +66,7 @@ class SecondSignal:
     ) -> None:
         library = _library()
         if library is None:
-            raise OSError("not compiled")
+            raise OSError("the thread for signals was not compiled: run make setup")
         self.reader, writer = os.pipe()
         self._state = _State(
             reader=reader, writer=writer, leave_code=-1, handled=sum(1 << number for number in set(handled)),

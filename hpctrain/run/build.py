@@ -355,7 +355,7 @@ def build_model(recipe: Recipe, task: Task, *, device: torch.device) -> torch.nn
 
 
 def _name_blocks(recipe: Recipe, task: Task, model: torch.nn.Module) -> None:
-    """Makes `repeated_blocks` return the modules that the task's method `parallel_blocks` names, if it has one."""
+    """If the task has a method `parallel_blocks`, makes `repeated_blocks` return the modules that the method names."""
     method = getattr(task, "parallel_blocks", None)
     if method is None:
         return
@@ -492,7 +492,7 @@ def build_settings(recipe: Recipe, *, session: Session, steps: int) -> LoopSetti
 
 
 def build_stop_plan(recipe: Recipe, *, model: torch.nn.Module, saves: RecentTimes) -> TimeToStop:
-    """Returns the object that estimates how long a stop takes.
+    """Returns the object that estimates how long it takes to stop the run.
 
     saves: the durations of the run's saves, which are added while the run trains.
     """

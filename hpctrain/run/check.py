@@ -59,7 +59,7 @@ _EVALUATED = 2  # batches
 
 @final
 class RecipeSubject:
-    """A recipe as the `Subject` of experiments.
+    """A recipe as the training that the experiments compare (`Subject`).
 
     search: the folders, besides Python's own path, that are searched for the modules named in the recipe.
     """
@@ -99,7 +99,10 @@ class RecipeSubject:
         return RecipeTrial(self, changed, session, setting)
 
     def _changed(self, setting: Setting, *, one_rank: bool) -> Recipe:
-        """Returns the recipe as a trial uses it.
+        """Returns the recipe as it is changed for a trial, a short run for comparison.
+
+        setting: the precision and seed of the trial.
+        one_rank: True for a trial on one rank.
 
         The trial computes in float64 if `setting.double`. Gradients are sent with the wire format `fp32`. They are
         summed by a fixed algorithm, unless the recipe names one and there are several ranks. On one rank the model is
@@ -119,7 +122,7 @@ class RecipeSubject:
 
 @final
 class RecipeTrial:
-    """A `Trial` of a recipe, created as `hpctrain.run.training.carry_out` creates a run."""
+    """A short run of a recipe for comparison (`Trial`), created as `hpctrain.run.training.carry_out` creates a run."""
 
     def __init__(self, subject: RecipeSubject, recipe: Recipe, session: Session, setting: Setting) -> None:
         self.session = session
@@ -275,9 +278,10 @@ _TIMEOUT_S = 120.0
 def check_recipe(recipe: Recipe, *, recipe_path: Path, steps: int, scratch: Path) -> CheckReport:
     """Checks a recipe on the ranks that the launcher started. Writes nothing into the run directory. Collective.
 
-    scratch: a folder that all nodes share, for a few checkpoints, which are removed. Raises RecipeError on fewer than
-    two ranks; LaunchError if no folder can be created in `scratch`; CheckpointError if checkpoints cannot be written
-    there; and the errors of a run that cannot start.
+    scratch: a folder that all nodes share, for a few checkpoints, which are removed.
+
+    Raises RecipeError on fewer than two ranks; LaunchError if no folder can be created in `scratch`; CheckpointError if
+    checkpoints cannot be written there; and the errors of a run that cannot start.
     """
     with init(
         backend=recipe.run.backend, device=recipe.run.device, threads_per_rank=recipe.run.threads_per_rank,

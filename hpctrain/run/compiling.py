@@ -89,7 +89,8 @@ def _check_compiler(environ: MutableMapping[str, str]) -> None:
 def _private_folder(environ: MutableMapping[str, str]) -> Path:
     """Creates and returns a folder on the node's own disk, in which only this user can write.
 
-    torch runs, and unpickles, what it finds there. What is found depends on its content, so that runs share the folder.
+    torch runs, and unpickles, the files of this folder. All runs of the user on the node share the folder: there is a
+    subfolder per PyTorch version and number of threads, and torch finds files by what was compiled.
     """
     parent = Path(environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     own = parent / f"hpctrain-compiled-{os.getuid()}"
@@ -111,7 +112,7 @@ def _private_folder(environ: MutableMapping[str, str]) -> Path:
 
 @final
 class _CompiledForward:
-    """The compiled `forward` of a module, in the place of the method. A copy of the module gets the method again."""
+    """The compiled `forward` of a module, which replaces the method. A copy of the module has the plain method."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -127,10 +128,11 @@ class _CompiledForward:
 
 
 def compile_pieces(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Replaces `forward` of each repeated block of the model by its compiled form; of the model, if it has no blocks.
+    """Replaces `forward` of each repeated block by its compiled form; without blocks, `forward` of the model.
 
-    Returns these modules. torch compiles at the first call with each shape. Equal blocks have the same code. Hooks of
-    the modules run as before, outside of the compiled code. Parameters, buffers and their names stay.
+    Returns the modules whose `forward` was replaced. torch compiles at the first call with each shape. Equal blocks
+    have the same code. Hooks of the modules run as before, outside of the compiled code. Parameters, buffers and their
+    names stay.
     """
     from torch._dynamo import config  # takes a second, and nothing else needs it
 
@@ -143,7 +145,7 @@ def compile_pieces(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def check_compilable(model: torch.nn.Module, runner: Runner, *, target: str) -> None:
-    """Raises RecipeError if the task's model cannot be compiled, or not on one rank before the others."""
+    """Raises RecipeError if the task's model cannot be compiled, or if one rank cannot compile it before the others."""
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
         which = f"its module {scripted[0]!r} is" if scripted[0] else "it is"
@@ -241,7 +243,7 @@ def _try_out(runner: TaskRunner, parts: list[Batch], *, target: str) -> None:
 
 
 def _in_short(error: Exception) -> str:
-    """Returns the first line of an error of torch's compiler, and of what the C++ compiler has said."""
+    """Returns the first line of an error of torch's compiler, and the first line of the C++ compiler's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((line for line in lines[1:] if "error:" in line.lower()), None)
     first = lines[0] if lines else ""

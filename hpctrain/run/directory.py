@@ -16,7 +16,9 @@ from hpctrain.telemetry import tell
 def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) -> None:
     """Creates `directory`, and checks that the ranks see it and can write to it. Collective.
 
-    checks: whether this rank checks; one rank per node suffices. Raises LaunchError on every rank if a check fails.
+    checks: whether this rank checks; one rank per node suffices.
+
+    Raises LaunchError on every rank if a check fails.
     """
     token = on_rank_0(comm, lambda: _create(directory))
     agreed(comm, lambda: _check(directory, token, rank=comm.rank) if checks else None)
@@ -26,7 +28,7 @@ def prepare_run_directory(directory: Path, *, comm: Collective, checks: bool) ->
 
 
 def claim_run_directory(directory: Path, *, comm: Collective) -> None:
-    """Takes the lease on the run directory for rank 0's process. Collective.
+    """Locks the run directory for this run, by a lease that rank 0's process holds. Collective.
 
     Raises LaunchError on every rank, naming the other process, if another run uses the directory.
     """

@@ -55,9 +55,10 @@ def build_guards(
 ) -> Guards:
     """Returns the guards against divergence, lack of memory and unbalanced data. Collective.
 
-    In a resumed run the guard against divergence continues from its saved state. communicates: whether forward is
-    collective. If forward is collective, a rank that runs out of memory ends the run, since the other ranks wait for
-    this rank in forward.
+    In a resumed run the guard against divergence continues from its saved state.
+
+    communicates: whether forward is collective. If forward is collective, a rank that runs out of memory ends the run,
+    since the other ranks wait for this rank in forward.
     """
     section, directory = recipe.guards, Path(recipe.run.directory)
     divergence = Divergence(divergence_limits(recipe))

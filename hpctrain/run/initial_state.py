@@ -69,8 +69,9 @@ def resume_run(
 ) -> Resumed:
     """Restores `state` from the checkpoint at `path`, or from the run's newest undamaged checkpoint. Collective.
 
-    from_scratch: True to restore nothing, so that the run starts from scratch. Raises CheckpointError on every rank if
-    the checkpoint cannot be restored.
+    from_scratch: True to restore nothing, so that the run starts from scratch.
+
+    Raises CheckpointError on every rank if the checkpoint cannot be restored.
     """
     if from_scratch:
         if tiers is not None:
@@ -109,8 +110,9 @@ def roll_back_run(
     Checkpoints of later steps are moved away. If the chosen checkpoint is damaged, the next older checkpoint is
     restored.
     choose: a function that takes the steps of all checkpoints, newest first, and returns one of these steps or None. If
-    the function returns None, nothing is changed and the result is None. Raises CheckpointError on every rank if no
-    checkpoint is undamaged.
+    the function returns None, nothing is changed and the result is None.
+
+    Raises CheckpointError on every rank if no checkpoint is undamaged.
     """
     directory = checkpoint_directory(recipe)
     saved = on_rank_0(session.world, lambda: [step_of(path) for path in finished_newest_first(directory)])

@@ -56,10 +56,12 @@ def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
 
     For rank 0. Raises OSError.
 
-    records: the file with the records of rank 0. step: the step from which this start continues. In the result,
-    `stopped` is "signal", "time_limit" or None. `lost_steps` is the number of steps that the previous start trained
-    after `step`. `lost_s` is the estimated time of these steps in seconds, from the mean time of the steps in the last
-    MiB of the records.
+    records: the file with the records of rank 0.
+    step: the step from which this start continues.
+
+    In the result, `stopped` is "signal", "time_limit" or None. `lost_steps` is the number of steps that the previous
+    start trained after `step`. `lost_s` is the estimated time of these steps in seconds, from the mean time of the
+    steps in the last MiB of the records.
     """
     found = list(_newest(records))
     steps = [record for record in found if record["kind"] == STEP]
@@ -75,8 +77,9 @@ def figures_of_starts(
 ) -> list[Value]:
     """Returns metrics about all starts of the run, each as (name, labels, value). Pure.
 
-    starts: the lines of `starts.jsonl`; the last line is about this start. attempts: the lines of `attempts.jsonl`;
-    empty without a supervisor. requeues: how often Slurm has requeued the job.
+    starts: the lines of `starts.jsonl`; the last line is about this start.
+    attempts: the lines of `attempts.jsonl`; empty without a supervisor.
+    requeues: how often Slurm has requeued the job.
     """
     before = [start.get("before") or {} for start in starts]
     stops = Counter(entry["stopped"] for entry in before if entry.get("stopped"))
@@ -100,7 +103,10 @@ def figures_of_starts(
 
 
 def read_figures_of_starts(directory: Path) -> list[Value]:
-    """Returns `figures_of_starts` of a run directory. Unreadable lines are skipped. For rank 0."""
+    """Returns metrics about all starts of the run in `directory`; see `figures_of_starts`. For rank 0.
+
+    Unreadable lines of the files are skipped.
+    """
     requeues = os.environ.get("SLURM_RESTART_COUNT", "")
     return figures_of_starts(
         _lines(directory / "starts.jsonl"),

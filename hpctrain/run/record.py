@@ -215,9 +215,13 @@ def summarize(
 ) -> dict[str, Any]:
     """Merges the ranks' totals into the run's summary, which rank 0 writes and prints. Collective.
 
-    The result is the same on all ranks, except `slow`, which only rank 0 knows. status: `finished`, `stopped` or
-    `diverged`. Seconds are means over the ranks. `samples_per_s` is the number of samples divided by the time of the
-    steps, which includes input, communication and saves, but neither start-up nor evaluation.
+    totals: what this rank's training loop has done.
+    wall_s: duration of the run in seconds.
+    status: `finished`, `stopped` or `diverged`.
+
+    The result is the same on all ranks, except `slow`, which only rank 0 knows. Seconds are means over the ranks.
+    `samples_per_s` is the number of samples divided by the time of the steps, which includes input, communication and
+    saves, but neither start-up nor evaluation.
     """
     names, by_rank = seconds_of_all(totals.seconds, comm=session.world)
     seconds = dict(zip(names, by_rank.mean(axis=0).tolist(), strict=True))
@@ -297,7 +301,9 @@ def by_node(
 ) -> list[dict[str, Any]]:
     """Returns for each node its energy and, by name, the mean and largest seconds of its ranks. Pure.
 
-    For each name, the result also gives the rank with the largest seconds. by_rank: float64, shape (ranks, names).
+    For each name, the result also gives the rank with the largest seconds.
+
+    by_rank: float64, shape (ranks, names).
     energy_by_rank: for each rank, the joules of the rank's node by source; None for a rank that has not read the
     energy.
     """

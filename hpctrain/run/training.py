@@ -96,7 +96,7 @@ class Resume:
 
     @classmethod
     def parse(cls, text: str) -> Resume:
-        """Parses `auto`, `never`, or the path of a checkpoint."""
+        """Returns the `Resume` for the text of `--resume`: `auto`, `never`, or the path of a checkpoint."""
         if text in ("auto", "never"):
             return cls(from_scratch=text == "never")
         return cls(path=Path(text))
@@ -383,8 +383,10 @@ def _write_records(
 ) -> dict[str, float]:
     """Writes the recipe and environment of this start, and appends both to `starts.jsonl`. For rank 0.
 
-    Returns the slowest time of each section of the run that earlier starts have recorded. repeats: whether this start
-    repeats the steps of the previous start after `step`; False if the user chose the checkpoint.
+    Returns the slowest time of each section of the run that earlier starts have recorded.
+
+    repeats: whether this start repeats the steps of the previous start after `step`; False if the user chose the
+    checkpoint.
     """
     directory = Path(recipe.run.directory)
     (directory / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")

@@ -118,7 +118,10 @@ def _round_trip_s(transport: Transport, buffer: torch.Tensor, *, peer: int) -> f
 
 
 def _swap(transport: Transport, buffer: torch.Tensor, *, peer: int, begins: bool) -> None:
-    """Sends `buffer` to the rank `peer` and back. begins: True on the rank that sends first."""
+    """Sends `buffer` to the rank `peer` and back.
+
+    begins: True on the rank that sends first.
+    """
     for send in (begins, not begins):
         if send:
             send_message(transport, buffer, to=peer, what=_WAIT)

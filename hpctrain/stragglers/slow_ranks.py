@@ -176,9 +176,10 @@ class WindowTimes:
             self._saves.append(seconds["own_write"])
 
     def take(self) -> NDArray[np.float32]:
-        """Returns the numbers of the window, shape (len(COLUMNS),), and starts the next window.
+        """Returns this rank's times in the window and its samples per step, and starts the next window.
 
-        At least one step must have been added.
+        The result has the shape (len(COLUMNS),); COLUMNS has the names of the numbers. At least one step must have been
+        added.
         """
         steps = np.array(self._steps, dtype=np.float64).reshape(-1, _NUM_PER_STEP)
         parts = np.array_split(steps, min(NUM_PARTS, len(steps)))
@@ -245,7 +246,7 @@ def own_work(numbers: Numbers) -> tuple[Numbers, Numbers]:
     The usual own work is the median of the ranks. For a rank with more samples than the median, the usual time of
     computation is larger in proportion.
 
-    numbers: numbers of all ranks, shape (ranks, len(COLUMNS)).
+    numbers: results of `WindowTimes.take` of all ranks, shape (ranks, len(COLUMNS)).
     """
     own = numbers[:, :NUM_OWN]
     samples = numbers[:, SAMPLES]
@@ -276,7 +277,10 @@ def streak_needed(*, num_out: int, num_seen: int, num_ranks: int, per_day: float
 
 @final
 class _Streaks:
-    """Counts, for each rank, the consecutive windows in which it stands out, and those in which it is not slow."""
+    """Counts, for each rank, the consecutive windows in which it stands out, and those in which it clearly does not.
+
+    It stands out if its excess reaches the limit. It clearly does not if its excess is below half of the limit.
+    """
 
     def __init__(self, *, num_ranks: int, least: int, per_day: float) -> None:
         self._least = least
@@ -344,7 +348,7 @@ class SlowRanks:
         return list(self._named.values())
 
     def observe(self, numbers: Numbers) -> list[Change]:
-        """Takes the numbers of a window. Returns the changes: ranks that have become slow, or are no longer slow.
+        """Takes the times of all ranks in a window. Returns the changes: ranks that have become slow or have recovered.
 
         numbers: results of `WindowTimes.take` of all ranks, shape (ranks, len(COLUMNS)).
         """
@@ -418,7 +422,10 @@ class SlowRanks:
     def _by_node(
         self, ranks: list[int], *, kinds: NDArray[np.int64]
     ) -> list[tuple[tuple[int, int], tuple[int, ...]]]:
-        """Groups `ranks` by node and kind. Returns pairs ((node, kind), ranks). kinds: kind of each rank of the run."""
+        """Groups `ranks` by node and kind, such as the column of the cause. Returns pairs ((node, kind), ranks).
+
+        kinds: kind of each rank of the run.
+        """
         groups: dict[tuple[int, int], tuple[int, ...]] = {}
         for rank in ranks:
             key = (self._topology.node_of(rank), int(kinds[rank]))
@@ -446,7 +453,7 @@ class SlowRanks:
         self._turned.pop(key, None)
 
     def _ended(self, ranks: list[int], *, causes: Iterable[SlowCause]) -> list[Change]:
-        """Returns the changes for the named groups in which no rank is slow any longer, and removes these groups.
+        """Returns one change per reported group of ranks in which no rank is slow any longer, and removes these groups.
 
         ranks: ranks that are no longer slow.
         causes: only groups with these causes are removed.

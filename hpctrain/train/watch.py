@@ -52,8 +52,9 @@ MOST_LISTED = 100
 class StragglerWatch:
     """Compares the speeds of the ranks after every window of steps. Rank 0 decides what is slow, and reports changes.
 
-    Rank 0 announces through the sums of a step (`votes`) that a window ends, or that the links between nodes are to be
-    measured. So all ranks do this after the same step. A window ends with an all-gather of 28 bytes from each rank.
+    Rank 0 announces that a window ends, or that the links between nodes must be measured: in each step the numbers of
+    `votes` are summed over the ranks. So all ranks do this after the same step. A window ends with an all-gather of 28
+    bytes from each rank.
 
     Args:
         window_s: The shortest duration of a window, in seconds.
@@ -95,7 +96,7 @@ class StragglerWatch:
         self.found: list[dict[str, Any]] = []  # what was slow in this run, for the summary; on rank 0
 
     def votes(self) -> dict[str, float]:
-        """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
+        """Returns this rank's numbers, by name, which each step sums over the ranks. Not collective.
 
         The numbers are 0 on all ranks except rank 0.
         """
@@ -114,7 +115,7 @@ class StragglerWatch:
 
         seconds: the seconds of the step, by name.
         samples: the number of this rank's samples.
-        sums: the votes, summed over the ranks.
+        sums: the numbers of `votes`, summed over the ranks.
         """
         self._times.add(seconds, samples=samples)
         self._num_saves += "own_write" in seconds
@@ -275,11 +276,11 @@ _MOST_STEPS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums over ranks and steps.
+    """Times that are added up over ranks and steps.
 
-    values: seconds of the ranks' own time, then seconds for each name in `PART_KEYS`.
-    ideal_s: for each step, the time at which the last rank arrived at the reduction, in seconds since the reduction
-    before; the sum over the steps.
+    values: seconds of the ranks' own time, then seconds for each name in `PART_KEYS` (the parts of a step).
+    ideal_s: sum over the steps of the time, in seconds since the previous reduction, at which the last rank arrived at
+    the reduction.
     steps: number of steps.
     samples: number of samples of all ranks.
     """

@@ -268,7 +268,7 @@ class CellTimer:
         ]
 
     def _reduce(self, cell: Cell, *, check: bool) -> tuple[float, int, float]:
-        """Reduces the cell's buckets once.
+        """Reduces the buckets of one combination of size, algorithm and wire format (a cell) once.
 
         Returns this rank's seconds, the payload bytes that this rank sent, and the relative error (0 unless `check`).
         """
@@ -295,7 +295,10 @@ class CellTimer:
             torch.cuda.synchronize(self._device)
 
     def _sent_by_node(self, mine: list[int]) -> list[list[int]]:
-        """Returns the bytes sent per node and cell, `[node][cell]`, summed over the node's ranks."""
+        """Returns `[node][cell]`: the bytes that a node's ranks have sent in each combination that was measured (cell).
+
+        mine: the bytes that this rank has sent, by cell.
+        """
         by_rank = all_gather_json(self._comm, mine)
         return [
             [sum(by_rank[rank][index] for rank in ranks) for index in range(len(mine))]
@@ -321,8 +324,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 class AllReduceAsked:
     """The settings of the measurement. Raises UsageError for values out of range.
 
-    sizes_bytes: sizes of the float32 gradients, ascending. in_flight: number of buckets that are reduced at the same
-    time.
+    sizes_bytes: sizes of the float32 gradients, ascending.
+    in_flight: number of buckets that are reduced at the same time.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -337,7 +340,7 @@ class AllReduceAsked:
         for num_bytes in self.sizes_bytes:
             if num_bytes % ELEMENT_BYTES:
                 raise UsageError(
-                    f"--sizes: {num_bytes} bytes are not a whole number of float32 ({ELEMENT_BYTES} bytes each)"
+                    f"--sizes: {num_bytes} bytes are no whole number of float32: give multiples of {ELEMENT_BYTES}"
                 )
         if self.repeats < 1 or self.warmup < 0 or self.in_flight < 1:
             raise UsageError(
@@ -348,7 +351,7 @@ class AllReduceAsked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceRow:
-    """A row of the table. Bandwidths are in bytes/s.
+    """A row of the table: one combination of size, algorithm and wire format. Bandwidths are in bytes/s.
 
     Attributes:
         algorithm: The requested algorithm, such as `auto`.
@@ -487,7 +490,11 @@ def _memory_for_buckets(comm: Collective) -> float:
 def _make(
     pairs: Sequence[tuple[str, str]], make: MakeReducer, *, left_out: dict[str, list[tuple[str, str]]]
 ) -> dict[tuple[str, str], BucketReducer]:
-    """Returns the reducers that can run on these ranks. Adds the other pairs to `left_out`, by reason."""
+    """Creates the reducers of those `pairs` (algorithm, wire format) that can run on these ranks, and returns them.
+
+    make: function that creates one reducer.
+    left_out: the other pairs are added to it, by the reason why they cannot run.
+    """
     reducers: dict[tuple[str, str], BucketReducer] = {}
     for algorithm, wire in pairs:
         try:

@@ -49,7 +49,8 @@ FILES_AT_ONCE, FILES_OF_RUN = 3, 2
 class CheckpointAsked:
     """The settings of the measurement. Raises UsageError for values out of range.
 
-    num_bytes: the size of the state, which every rank holds completely. engines: names of `hpctrain.checkpoint.Engine`.
+    num_bytes: the size of the state, which every rank holds completely.
+    engines: names of `hpctrain.checkpoint.Engine`.
     """
 
     num_bytes: int = 512 << 20
@@ -209,7 +210,8 @@ def row_of_method(
 ) -> CheckpointRow:
     """Returns the row of one method.
 
-    turns: the times of all methods, by name. num_bytes: the number of bytes that the method handles per turn.
+    turns: the times of all methods, by name of the method.
+    num_bytes: the number of bytes that the method writes, reads or copies each time.
     """
     mine = [turn.seconds for turn in turns[method.name]]
     stalls = [turn.stall_s for turn in turns[method.name] if turn.stall_s is not None]

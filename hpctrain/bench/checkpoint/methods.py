@@ -121,7 +121,7 @@ class RawShare:
                 size = sum(piece.nbytes for piece in call)
                 written = os.pwritev(descriptor, [piece.data for piece in call], offset)
                 if written != size:
-                    raise OSError(f"{written} of {size} bytes were written to {path}")
+                    raise OSError(f"only {written} of {size} bytes were written to {path}")
                 offset += size
             os.fsync(descriptor)
         finally:
@@ -138,7 +138,7 @@ class RawShare:
             for call in _calls(arrays):
                 size = sum(array.nbytes for array in call)
                 if (found := os.preadv(descriptor, [array.data for array in call], offset)) != size:
-                    raise OSError(f"{found} of {size} bytes were read from {path}")
+                    raise OSError(f"only {found} of {size} bytes were read from {path}")
                 offset += size
         finally:
             os.close(descriptor)
@@ -167,7 +167,10 @@ def _between(views: Sequence[NDArray[np.uint8]], begin: int, end: int) -> Iterat
 
 
 def _calls(arrays: Sequence[NDArray[np.uint8]]) -> Iterator[list[NDArray[np.uint8]]]:
-    """Yields, for each system call, as many arrays as the kernel accepts, in order. Larger arrays are split."""
+    """Yields lists of arrays, one list per system call, each with as many arrays as the kernel accepts, in order.
+
+    An array that is too large for one call is split.
+    """
     call: list[NDArray[np.uint8]] = []
     size = 0
     for array in arrays:
@@ -193,10 +196,10 @@ STEP_S = 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MethodTime:
-    """The time of one turn.
+    """The time of one run of a method.
 
-    seconds: from a barrier to the end on the slowest rank. stall_s: the part of this time in which training is blocked;
-    None if the method does not run in the background.
+    seconds: from a barrier to the end on the slowest rank.
+    stall_s: the part of this time in which training is blocked; None if the method does not run in the background.
     """
 
     seconds: float
@@ -208,7 +211,7 @@ class TimedMethod(Protocol):
 
     Attributes:
         name: The name of the method in the table.
-        engine: The checkpoint engine that ran; None before the first turn, and for methods without an engine.
+        engine: The checkpoint engine that ran; None before the first call of `turn`, and for methods without an engine.
         raw: The name of the plain method with which this method is compared; None for a plain method.
     """
 

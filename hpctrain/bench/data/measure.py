@@ -28,8 +28,9 @@ from hpctrain.errors import UsageError
 class StepWait:
     """How long training steps waited for their batches, in seconds.
 
-    step_s: the duration of a training step. waits_s: the wait for each batch after the first. first_s: the wait for the
-    first batch.
+    step_s: the duration of a training step.
+    waits_s: the wait for each batch after the first.
+    first_s: the wait for the first batch.
     """
 
     step_s: float
@@ -160,9 +161,11 @@ class DataRow:
 class DataMeasured:
     """The result of the measurement.
 
-    rows: one per reader (loader, gather, raw) that could read anything. wait: None if it was not measured. notes: lines
-    below the table. cached: the largest fraction of the files that was in the page cache when a cold reading began;
-    None for warm readings, or if it is unknown.
+    rows: one per reader (loader, gather, raw) that could read anything.
+    wait: None if it was not measured.
+    notes: lines below the table.
+    cached: the largest fraction of the files that was in the page cache when a cold reading began; None for warm
+    readings, or if it is unknown.
     """
 
     rows: list[DataRow]

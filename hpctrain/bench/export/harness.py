@@ -61,7 +61,7 @@ class ExportedSweep:
 def harness_file(sweep: ExportedSweep, harness: Harness) -> str:
     """Returns the text of the file for `harness`. Raises UsageError for a path that the harness does not accept."""
     if harness is Harness.JUBE and "$" in f"{sweep.recipe}{sweep.folder}{sweep.program}":
-        raise UsageError("JUBE replaces $ in paths: move the recipe to a folder whose path has none")
+        raise UsageError("JUBE replaces $ in paths: move the recipe to a folder whose path contains no $")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hpctrain.bench.export", "templates"), undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False,

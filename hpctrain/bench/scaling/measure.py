@@ -130,10 +130,11 @@ def summarize_run(
     job: str | None,
     with_environment: bool,
 ) -> ScalingRun:
-    """Returns the run's entry of the document. A pure function.
+    """Returns the run's entry of the sweep's JSON document. A pure function.
 
-    steps: for each rank, its records of the measured steps. Raises LaunchError if the records have no hash of their
-    samples.
+    steps: for each rank, its records of the measured steps.
+
+    Raises LaunchError if the records have no hash of their samples.
     """
     at_once = list(zip(*steps, strict=True))
     if not all("sample_sum" in record for step in at_once for record in step):
@@ -359,8 +360,8 @@ class SweepPlace:
 class _Sweep:
     """A sweep in progress. `head` has the document's first fields, as they were when the sweep was started.
 
-    failed: the splits that are not measured further, in this call. busy: the share of this machine's CPU time that
-    other programs used before each run of a split.
+    failed: the splits that are not measured further, in this call.
+    busy: the share of this machine's CPU time that other programs used before each run of a split.
     """
 
     recipe: Recipe
@@ -432,16 +433,16 @@ def measure_sweep(
     resume: bool = False,
     at_most_rounds: int | None = None,
 ) -> ScalingDocument:
-    """Makes the runs of a sweep, and writes the document after each run. Returns the document.
+    """Makes the runs of a scaling sweep, and writes its JSON document after each run. Returns the document.
 
-    resume: whether to continue the sweep of `place.document`, if that file exists. at_most_rounds: end after this many
-    further rounds; None: after all rounds. While ranks run, signals are handled as in `run_launch`.
+    resume: whether to continue the sweep of `place.document`, if that file exists.
+    at_most_rounds: end after this many further rounds; None: after all rounds.
 
-    If the function is interrupted, the document is valid and the sweep can be resumed. StoppedEarly or
-    KeyboardInterrupt interrupts it after a signal; the error class of a run interrupts it when that run fails. If the
-    sweep compares splits, the others are still measured after a split has failed, unless all have failed. Raises
-    UsageError before the first run if the sweep cannot be measured or resumed, and DataError if a run trained on other
-    samples than earlier runs.
+    While ranks run, signals are handled as in `run_launch`. If the function is interrupted, the document is valid and
+    the sweep can be resumed. A signal raises StoppedEarly or KeyboardInterrupt; a run that fails raises its error
+    class. If the sweep compares splits of the cores into ranks and threads, the other splits are still measured after
+    one split has failed, unless all splits have failed. Raises UsageError before the first run if the sweep cannot be
+    measured or resumed, and DataError if a run trained on other samples than earlier runs.
     """
     check_settings(settings, batch=recipe.data.global_batch)
     machine = survey_machine()

@@ -41,7 +41,9 @@ def ranks_of_splits(cores: int, *, asked: Sequence[int] | None) -> list[int]:
     """Returns the numbers of ranks to measure, ascending. Each rank has `cores` / ranks threads.
 
     asked: the user's choice; None: every divisor of `cores`, or those whose threads are powers of two if there are many
-    divisors. Raises UsageError if there are fewer than two splits.
+    divisors.
+
+    Raises UsageError if there are fewer than two splits.
     """
     divisors = [ranks for ranks in range(1, cores + 1) if cores % ranks == 0]
     if cores == 1:
@@ -69,10 +71,11 @@ def judge_splits(
     failed: Sequence[FailedSplit],
     recipe: str,
 ) -> SplitVerdict | None:
-    """Returns the verdict; None if no round has a run of each split.
+    """Returns with which split of the cores the model trains fastest; None if no round has a run of each split.
 
-    rates: samples/s by number of ranks and round, for every split. failed: splits that are left out. recipe: path of
-    the recipe, for the command line.
+    rates: samples/s by number of ranks and round, for every split.
+    failed: splits that are left out.
+    recipe: path of the recipe, for the command line.
     """
     left_out = [one.ranks for one in failed]
     compared = {ranks: found for ranks, found in rates.items() if ranks not in left_out}
@@ -157,7 +160,7 @@ def _how_to_start(ranks: int, *, settings: SweepSettings, recipe: str) -> str:
 def busy_notes(busy: Sequence[float]) -> list[str]:
     """Returns a note if other programs used the cores, which slows down ranks with many threads the most.
 
-    busy: the share of the machine's CPU time that they used before each run.
+    busy: the share of the machine's CPU time that other programs used before each run.
     """
     used = fmean(busy) if busy else 0.0
     if used < BUSY_FROM:

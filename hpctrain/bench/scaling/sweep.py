@@ -193,7 +193,7 @@ class SplitVerdict(_Part):
 
 
 class ScalingDocument(_Part):
-    """The whole document.
+    """The JSON document of a scaling sweep.
 
     Attributes:
         complete: Whether all rounds were measured; otherwise `--resume` continues.
@@ -237,12 +237,18 @@ class ScalingDocument(_Part):
 
 
 def document_start(*, commit: str | None) -> dict[str, Any]:
-    """Returns the document's fields that describe this machine and this version. Resuming a sweep keeps them."""
+    """Returns the fields of a sweep's JSON document that describe this machine and this version of hpctrain.
+
+    A resumed sweep keeps these fields.
+    """
     return document_head(SCHEMA, commit=commit)
 
 
 def read_scaling_document(path: Path, *, option: str = "") -> ScalingDocument:
-    """Reads a document. Raises UsageError if it is not valid; the message then names `option`, which gave the path."""
+    """Reads the JSON document of a sweep. Raises UsageError if the document is not valid.
+
+    option: option of the command line with which the user gave the path, for the message.
+    """
     named = f"{option} {path}".strip()
     try:
         return ScalingDocument.model_validate_json(path.read_text(encoding="utf-8"))

@@ -37,8 +37,8 @@ from hpctrain.run import Recipe, working_commit
 class StepRow:
     """A row of the table. Each spread is over the runs, except `step_s`, which is over all measured steps of all runs.
 
-    efficiency: samples/s per rank, divided by samples/s per rank with `baseline_ranks` ranks. exposed_s: seconds per
-    step for which a rank is blocked by communication, as the mean over steps and ranks.
+    efficiency: samples/s per rank, divided by samples/s per rank with `baseline_ranks` ranks.
+    exposed_s: seconds per step for which a rank is blocked by communication, as the mean over steps and ranks.
     """
 
     mode: ScalingKind
@@ -67,9 +67,10 @@ class StepRow:
 def measure_steps(recipe: Recipe, asked: StepAsked, *, how: HowToRun, scratch: Path) -> list[StepRun]:
     """Makes all runs, one after another, and prints a line to stderr for each.
 
-    scratch: a folder visible on all nodes. The runs' directories are made in it and removed afterwards. Raises
-    UsageError before the first run if a configuration is impossible, LaunchError if `scratch` cannot be written, and
-    the errors of `run_once`.
+    scratch: a folder visible on all nodes. The runs' directories are made in it and removed afterwards.
+
+    Raises UsageError before the first run if a configuration is impossible, LaunchError if `scratch` cannot be written,
+    and the errors of `run_once`.
     """
     order = order_of_runs(
         cells_of(asked, batch=recipe.data.global_batch), repeats=asked.repeats, seed=asked.seed

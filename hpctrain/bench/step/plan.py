@@ -37,7 +37,8 @@ class StepCell:
 class StepAsked:
     """The settings of the measurement. Raises UsageError for values out of range.
 
-    steps: the number of measured steps per run. warmup_steps: the number of steps before them, which are not counted.
+    steps: the number of measured steps per run.
+    warmup_steps: the number of steps before them, which are not counted.
     """
 
     ranks: tuple[int, ...]

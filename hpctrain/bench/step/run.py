@@ -58,7 +58,8 @@ class StepRun:
 class HowToRun:
     """The settings common to all runs of a measurement.
 
-    threads: the number of threads per rank. module_folder: a folder that is searched for the task's module.
+    threads: the number of threads per rank.
+    module_folder: a folder that is searched for the task's module.
     """
 
     machine: LocalMachine
@@ -94,7 +95,12 @@ def run_once(
 
 
 def launch_run(recipe_path: Path, cell: StepCell, *, how: HowToRun, output: Path) -> None:
-    """Starts the ranks of a changed recipe and waits for them. See `run_once` for signals and errors."""
+    """Starts the ranks of a recipe that was changed for measuring, and waits for their end.
+
+    output: file for the ranks' output.
+
+    See `run_once` for signals and errors.
+    """
     environ = _environment(how)
     ranks_per_node = how.ranks_per_node
     plan = plan_launch(

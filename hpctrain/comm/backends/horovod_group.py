@@ -121,7 +121,7 @@ class HorovodGroup(Attributes):
         return self._to_horovod(torch.zeros(self.num_ranks, 1, 1, dtype=torch.int32, device=buffer.device))
 
     def _chunks(self, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
-        """Yields the chunks of `buffer`, one per operation, and the suffix of each operation's name.
+        """Yields (chunk, suffix) per Horovod operation: a chunk of `buffer`, and the suffix of the operation's name.
 
         The first operation has no suffix, so that Horovod compares its chunk with the other ranks' buffers. The suffix
         of later operations contains the buffer's length: otherwise the rest of a longer buffer would be matched with
@@ -131,9 +131,12 @@ class HorovodGroup(Attributes):
             yield chunk, f".{buffer.numel()}" if number else ""
 
     def _windows(self, counts: Sequence[int]) -> Iterator[tuple[list[int], list[int], str]]:
-        """Yields each window of `windows_of`, with the suffix of the name of the operation for that window.
+        """Splits slices that are too long for one Horovod operation; yields what each operation transfers.
 
-        The windows are those of slices that are padded to the widest slice, as Horovod requires.
+        Each item has the start and the width of the piece of every rank's slice (see `windows_of`), and the suffix of
+        the operation's name. Horovod pads all slices to the widest one, so the padded slices must fit into the limit.
+
+        counts: number of elements in each rank's slice.
         """
         padded = [max(counts)] * len(counts)
         for number, (begins, widths) in enumerate(windows_of(padded, max_elems=self._chunk_elems)):
@@ -145,7 +148,7 @@ class HorovodGroup(Attributes):
             yield begins, widths, f".{sum(counts)}" if number else ""
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """See `Collective.all_reduce`.
+        """Reduces `buffer` over the ranks, in place; see `Collective.all_reduce`.
 
         float16 is summed in float16. MAX of buffers with NaN depends on the MPI library.
         """
@@ -163,7 +166,10 @@ class HorovodGroup(Attributes):
                 chunk.copy_(result)
 
     def start_all_reduce(self, buffer: torch.Tensor, *, number: int) -> Callable[[], None]:
-        """See `Collective.start_all_reduce`. Sums that are started together share one cycle of Horovod's thread."""
+        """Starts summing `buffer` over the ranks, in place; see `Collective.start_all_reduce`.
+
+        Sums that are started together share one cycle of Horovod's thread.
+        """
         given = self._to_horovod(buffer)
         if given is not buffer or not 0 < buffer.numel() <= self._chunk_elems:
             self.all_reduce(buffer)
@@ -263,7 +269,10 @@ class HorovodGroup(Attributes):
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """See `Collective.all_to_all`. Raises CommunicationError for 2^31 elements or more, Horovod's limit."""
+        """Sends each rank its slice of `buffer`; see `Collective.all_to_all`.
+
+        Raises CommunicationError for 2^31 elements or more, Horovod's limit.
+        """
         check_exchange(
             buffer, send_counts=send_counts, receive_counts=receive_counts, rank=self.rank,
             num_ranks=self.num_ranks,

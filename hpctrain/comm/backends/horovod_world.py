@@ -1,4 +1,4 @@
-"""The worlds of a Horovod run: over Horovod alone, and over MPI with Horovod for reductions.
+"""Worlds (communicators of all ranks) of a Horovod run: over Horovod alone, or over MPI with Horovod for reductions.
 
 Groups of ranks are Horovod's process sets.
 """
@@ -133,12 +133,14 @@ class HorovodWorld(Forwarding):
 
 @final
 class HorovodOverMpi(Forwarding):
-    """An MPI world that uses Horovod only for reduction worlds. All other operations use MPI, so `backend` is `mpi`.
+    """An MPI world that uses Horovod only in the worlds that `open_reduction_world` returns.
+
+    All other operations use MPI, so `backend` is `mpi`.
 
     Horovod's thread polls inside MPI on a core that also computes, and every operation waits for the thread's next
     cycle. Two ranks on two cores ran 825 backward passes/s without Horovod and 480 with an idle Horovod; a checkpoint
     took 4.5 s instead of 0.17 s. So control messages and hpctrain's own reductions use MPI. `open_reduction_world`
-    starts Horovod, and closing the last reduction world stops Horovod. See docs/adr/0023.
+    starts Horovod, and closing the last of the worlds that it has returned stops Horovod. See docs/adr/0023.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class HorovodOverMpi(Forwarding):
         return "horovod"
 
     def open_reduction_world(self) -> World:
-        """See `World.open_reduction_world`.
+        """Returns a world of the same ranks over Horovod; see `World.open_reduction_world`. Collective.
 
         Starts Horovod unless Horovod is already running. Raises LaunchError if Horovod does not start.
         """
@@ -190,7 +192,7 @@ class HorovodOverMpi(Forwarding):
         self._mpi.abort(exit_code)
 
     def close(self) -> None:
-        """Stops Horovod if one of its worlds is still open, and finishes communication. Collective."""
+        """Stops Horovod if a world of `open_reduction_world` is still open, and finishes communication. Collective."""
         if self._horovod is not None:
             self._horovod.stop()
         self._mpi.close()

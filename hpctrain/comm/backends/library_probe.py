@@ -61,7 +61,10 @@ _HOROVOD_PARTS = ("mpi", "gloo", "nccl", "cuda", "rocm")
 
 
 def probe_horovod() -> dict[str, Any]:
-    """Returns `version` and `built` (the parts that Horovod was built with), or `error` if it cannot be loaded."""
+    """Returns a dict with Horovod's `version` and `built` (names of the parts that it was built with, such as nccl).
+
+    The dict contains only `error` if Horovod cannot be loaded.
+    """
     try:
         version = importlib.metadata.version("horovod")
         horovod = importlib.import_module("horovod.torch")
@@ -75,7 +78,10 @@ def probe_horovod() -> dict[str, Any]:
 
 
 def probe_mpi4py() -> dict[str, Any]:
-    """Returns the `version` of mpi4py from its metadata, or `error`. MPI is neither loaded nor started."""
+    """Returns a dict with the `version` of mpi4py from its metadata, or with `error`.
+
+    MPI is neither loaded nor started.
+    """
     try:
         return {"version": importlib.metadata.version("mpi4py")}
     except importlib.metadata.PackageNotFoundError:
@@ -83,7 +89,7 @@ def probe_mpi4py() -> dict[str, Any]:
 
 
 def probe_started_mpi() -> dict[str, Any]:
-    """Returns facts about MPI, without starting it.
+    """Returns a dict of facts about MPI, without starting MPI.
 
     The keys are `library` and `standard`, or `error` and `remedy` if mpi4py cannot be loaded. If MPI is running, the
     keys `thread_level`, `num_ranks`, `transports` and `rdma_fork` are added.
@@ -125,9 +131,9 @@ def _own_maps() -> str:
 
 
 def _rdma_fork(transports: list[str]) -> str | None:
-    """Returns what libibverbs reports about forking with registered memory.
+    """Returns what libibverbs (the library of InfiniBand) reports about forking with registered memory.
 
-    Returns None if libibverbs is not loaded, or is too old to report it.
+    Returns None if libibverbs is not among the loaded `transports`, or is too old to report this.
     """
     if "libibverbs" not in transports:
         return None

@@ -3,10 +3,10 @@
 MPI receives numpy views of CPU tensors, without a copy. Tensors on another device are copied to the host, which works
 with every MPI, including those without device support.
 
-Half types have no MPI type and are sent as 16-bit integers. They are summed by slices: an all-to-all of the slices, a
-float32 sum in rank order at the owner of each slice, one rounding, and an all-gather. That sends as many bytes as a
-ring all-reduce. Groups that wait by polling (see `MpiGroup`) also sum large buffers of the other types by slices, and
-send large slices in a ring (`mpi_messages.py`).
+float16 and bfloat16 have no MPI type and are sent as 16-bit integers. They are summed by slices: an all-to-all of the
+slices, a float32 sum in rank order at the owner of each slice, one rounding, and an all-gather. That sends as many
+bytes as a ring all-reduce. Groups that wait by polling (see `MpiGroup`) also sum large buffers of the other types by
+slices, and send large slices in a ring (`mpi_messages.py`).
 
 Source of the reduction by slices: Thakur et al. 2005, Optimization of Collective Communication Operations in MPICH,
 section 4.5 (reduce-scatter followed by all-gather).
@@ -59,7 +59,7 @@ _EXCHANGED_BYTES = 1 << 22
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Returns a numpy view of a CPU tensor: 16-bit integers for the half types."""
+    """Returns a numpy view of a CPU tensor; float16 and bfloat16 are viewed as 16-bit integers."""
     tensor = tensor.detach()
     if tensor.dtype in HALF_TYPES:
         tensor = tensor.view(torch.int16)
@@ -68,7 +68,7 @@ def _view(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _is_exact(buffer: torch.Tensor) -> bool:
-    """Returns False for half types: each addition in a ring would round them."""
+    """Returns False for float16 and bfloat16, because each addition in a ring would round the sum."""
     return buffer.dtype not in HALF_TYPES
 
 
@@ -141,14 +141,20 @@ class MpiGroup(Attributes):
             ) from error
 
     def _call(self, operation: str, *arguments: Any, **options: Any) -> None:
-        """Runs a collective MPI operation to its end. operation: mpi4py's name of the blocking operation."""
+        """Runs a collective MPI operation to its end.
+
+        operation: mpi4py's name of the blocking operation.
+        """
         if self._polls:
             poll_until(getattr(self._comm, f"I{operation.lower()}")(*arguments, **options).Test)
         else:
             getattr(self._comm, operation)(*arguments, **options)
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = ReduceOp.SUM) -> None:
-        """See `Collective.all_reduce`. For MAX, the result for buffers that contain NaN depends on the MPI library."""
+        """Reduces `buffer` over the ranks, in place; see `Collective.all_reduce`.
+
+        For MAX, the result for buffers that contain NaN depends on the MPI library.
+        """
         check_buffer(buffer, operation="all_reduce", rank=self.rank)
         with self._reported("all_reduce"), on_host(buffer) as host:
             for chunk in host.split(self._chunk_elems):
@@ -215,7 +221,7 @@ class MpiGroup(Attributes):
     def all_to_all(
         self, buffer: torch.Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """See `Collective.all_to_all`. Sends point-to-point messages.
+        """Sends each rank its slice of `buffer`, by point-to-point messages; see `Collective.all_to_all`.
 
         Long buffers must be split into chunks. With Alltoallv all ranks would first have to agree on the chunks, since
         their counts differ. With messages no agreement is needed: sender and receiver both know the length of the
@@ -318,5 +324,8 @@ class MpiGroup(Attributes):
             self._call("Allgatherv", self._mpi.IN_PLACE, whole_of)
 
     def _fits_ring(self, whole: torch.Tensor) -> bool:
-        """Returns True if the parts of `whole` are large enough to be sent in a ring; the same value on every rank."""
+        """Returns True if the ranks' parts of `whole` are large enough on average to be sent in a ring.
+
+        whole: buffer with the parts of all ranks, of the same size on every rank. The result is therefore the same too.
+        """
         return whole.numel() * whole.element_size() >= self.num_ranks * _RING_BYTES

@@ -160,7 +160,13 @@ class MessageRing:
     def _slices(
         self, owners: Sequence[int], *, counts: Sequence[int], itemsize: int
     ) -> Iterator[tuple[int, slice]]:
-        """Yields (owner, piece) for each owner in turn: the pieces of its slice of the whole array."""
+        """Splits the ranks' slices of an array into messages; yields (owner, piece).
+
+        owners: ranks whose slices are split, in this order.
+        counts: number of elements in each rank's slice.
+
+        `piece` is the range of elements of one message, as a slice object for the whole array.
+        """
         offsets = offsets_of(counts)
         for owner in owners:
             for piece in pieces(counts[owner], most=max(1, self._piece_bytes // itemsize)):
@@ -307,7 +313,10 @@ class MpiMessages:
         return operation
 
     def _advance(self, tag: int) -> None:
-        """Posts as many of the held-back receives with this tag as possible."""
+        """Posts as many as possible of the receives with this tag that were held back.
+
+        A receive is held back until all pieces of the messages before it have been posted.
+        """
         waiting = self._held_back[tag]
         while waiting:
             first = waiting[0]
@@ -344,9 +353,10 @@ class MpiMessages:
         return operation.finished
 
     def _test_piece(self, operation: _Operation) -> bool:
-        """Tests the oldest posted piece that has not ended; returns True if it has ended now, or if there is none.
+        """Tests the oldest piece of `operation` that MPI is still sending or receiving.
 
-        A failure is kept in the operation.
+        Returns True if MPI has finished this piece, or if there is no such piece. A failure is stored in
+        `operation.error`.
         """
         if operation.num_ended == len(operation.posted):
             return True

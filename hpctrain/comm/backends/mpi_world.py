@@ -113,7 +113,12 @@ class MpiTransport:
         return segments
 
     def _check_free_memory(self, num_bytes: int) -> None:
-        """Raises CommunicationError on all ranks of the node if it lacks memory, before MPI or the kernel fails."""
+        """Raises CommunicationError on all ranks of the node if the node lacks memory for the ranks' segments.
+
+        num_bytes: size of this rank's segment.
+
+        Without this check, MPI or the kernel would fail.
+        """
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 2**62
         asked = np.zeros((self._node.Get_size(), 2), dtype=np.int64)
         self._node.Allgather(np.array([num_bytes, free], dtype=np.int64), asked)

@@ -47,8 +47,8 @@ class HorovodBuild:
 
     nccl: True if Horovod is built with NCCL.
     mpi: True if Horovod runs over MPI, and not over Gloo alone.
-    nccl_asked: key of `NCCL_VARIABLES` whose algorithm was switched on when Horovod started, or None. Horovod silently
-    ignores unsupported algorithms.
+    nccl_asked: two-level algorithm that was switched on when Horovod started: `nccl-hierarchical`, `nccl-torus` or
+    None. Horovod silently ignores algorithms that it does not support.
     """
 
     nccl: bool
@@ -59,10 +59,12 @@ class HorovodBuild:
 def apply_settings(
     environ: MutableMapping[str, str], *, algorithm: str | None = None, groups: bool = True
 ) -> None:
-    """Adds `SETTINGS` to `environ` where the user has set nothing. Call it before Horovod starts.
+    """Adds hpctrain's defaults for Horovod's environment variables to `environ`. Call it before Horovod starts.
 
-    algorithm: if it is a key of `NCCL_VARIABLES`, this algorithm is switched on and the other one off; any other name
-    changes nothing.
+    Variables that the user has set are kept, except those for groups and for `algorithm`.
+
+    algorithm: `nccl-hierarchical` or `nccl-torus` switches this algorithm of Horovod on and the other one off; any
+    other value changes nothing.
     groups: True to let Horovod create groups of ranks after it has started. If False, Horovod must be restarted before
     the first group is created; if Horovod cannot be restarted, False therefore has the same effect as True.
     """
@@ -81,12 +83,15 @@ def can_start_again(environ: Mapping[str, str]) -> bool:
 
 
 def has_groups(environ: Mapping[str, str]) -> bool:
-    """Returns True if `apply_settings` has allowed groups of ranks."""
+    """Returns True if `environ` lets Horovod create groups of ranks after its start; see `apply_settings`."""
     return environ.get(_LATER_GROUPS) == "1"
 
 
 def nccl_asked(environ: Mapping[str, str]) -> str | None:
-    """Returns the key of `NCCL_VARIABLES` that is switched on in `environ`, parsed as Horovod does; else None."""
+    """Returns the two-level algorithm that Horovod's variables in `environ` switch on, or None.
+
+    The result is a key of `NCCL_VARIABLES`. The values are parsed as Horovod parses them.
+    """
     for name, variable in NCCL_VARIABLES.items():
         digits = environ.get(variable, "").strip()
         if digits.lstrip("+").isdecimal() and int(digits) > 0:
@@ -97,10 +102,12 @@ def nccl_asked(environ: Mapping[str, str]) -> str | None:
 def why_no_nccl(
     algorithm: str, *, build: HorovodBuild | None, topology: Topology, device_type: str
 ) -> str | None:
-    """Returns the reason why Horovod does not run `algorithm`, a key of `NCCL_VARIABLES`; None if it does. Pure.
+    """Returns the reason why Horovod does not run its two-level `algorithm`; None if Horovod runs it. Pure.
 
     The reason is a clause for a note to the user, because Horovod runs its flat sum instead without saying so. All
     ranks must have the same build and device.
+
+    algorithm: a key of `NCCL_VARIABLES`: `nccl-hierarchical` or `nccl-torus`.
 
     build: Horovod's capabilities; None if the backend is not Horovod.
     """

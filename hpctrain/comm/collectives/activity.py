@@ -16,7 +16,7 @@ from hpctrain.comm.interface.communicator import Collective
 
 
 class Section(str, Enum):
-    """Parts of a run whose waits have their own time limits (`hpctrain.comm.watchdog.section_limits`)."""
+    """Parts of a run, such as a step. Waits in each part have their own time limit (see `section_limits`)."""
 
     START = "start"
     STEP = "step"

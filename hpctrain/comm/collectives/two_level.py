@@ -45,7 +45,7 @@ class TwoLevel:
         all_reduce_hierarchical(buffer, local=self.local, cross=self.cross, num_slices=self.num_slices)
 
     def close(self) -> None:
-        """Frees both communicators; see `Collective.close`."""
+        """Frees the communicators `local` and `cross`; see `Collective.close`."""
         self.local.close()
         if self.cross is not None:
             self.cross.close()
@@ -139,7 +139,7 @@ class Traffic:
         return _CountedGroup(comm, traffic=self, elsewhere=self._elsewhere(comm))
 
     def counted_levels(self, levels: TwoLevel) -> TwoLevel:
-        """Returns `levels` with both communicators replaced by counting communicators. Not collective."""
+        """Returns the two communicators of `levels`, each replaced by one that counts what it sends. Not collective."""
         cross = self.counted(levels.cross) if levels.cross is not None else None
         return replace(levels, local=self.counted(levels.local), cross=cross)
 
@@ -151,7 +151,7 @@ class Traffic:
         return _CountedMessages(messages, traffic=self, elsewhere=self._elsewhere(comm))
 
     def _elsewhere(self, comm: Collective) -> list[bool]:
-        """Returns one value per rank of the group: True if that rank is on another node than this rank."""
+        """Returns one value per rank of `comm`: True if that rank is on another node than this rank."""
         node = self._topology.node_of(comm.members[comm.rank])
         return [self._topology.node_of(member) != node for member in comm.members]
 

@@ -155,12 +155,18 @@ def _tensor(comm: Collective, value: torch.Tensor, *, op: Operation) -> torch.Te
 
 
 def send_message(transport: Transport, buffer: torch.Tensor, *, to: int, what: str) -> None:
-    """Sends `buffer`, shape (n,), uint8, and waits until it may be changed. what: name for the watchdog's messages."""
+    """Sends `buffer`, shape (n,), uint8, and waits until it may be changed.
+
+    what: name for the watchdog's messages.
+    """
     _wait(transport, transport.send(buffer, to=to, tag=0), what=what)
 
 
 def receive_message(transport: Transport, buffer: torch.Tensor, *, source: int, what: str) -> None:
-    """Receives a message into `buffer`, shape (n,), uint8, and waits for it. what: name for the watchdog's messages."""
+    """Receives a message into `buffer`, shape (n,), uint8, and waits for it.
+
+    what: name for the watchdog's messages.
+    """
     _wait(transport, transport.receive(buffer, source=source, tag=0), what=what)
 
 

@@ -180,12 +180,15 @@ def maximum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields windows over the ranks' parts: (start of the window in each part, width of the window in each part).
+    """Splits a collective operation on the parts of all ranks into several smaller operations.
+
+    Yields (starts, widths) per operation. The operation transfers, of each rank's part, `width` elements from `start`
+    on: its window.
 
     counts: number of elements in each rank's part, the same on every rank, so that all ranks get the same windows.
-    max_elems: largest number of elements in one window, over all parts; at least the number of parts.
+    max_elems: largest number of elements in one operation, over all parts; at least the number of parts.
 
-    If all parts fit into one window, only that window is yielded; if all parts are empty, none is.
+    If all parts fit into one operation, only one item is yielded. If all parts are empty, none is yielded.
     """
     if sum(counts) <= max_elems:
         if sum(counts):
@@ -200,12 +203,12 @@ def windows_of(counts: Sequence[int], *, max_elems: int) -> Iterator[tuple[list[
 def pack(
     buffer: torch.Tensor, *, counts: Sequence[int], begins: Sequence[int], widths: Sequence[int]
 ) -> torch.Tensor:
-    """Returns the elements of `buffer` that lie in one window, concatenated: shape (sum(widths),).
+    """Returns the elements of `buffer` that one operation transfers, concatenated: shape (sum(widths),).
 
     buffer: the parts of all ranks, concatenated: shape (sum(counts),).
-    begins, widths: start and width of the window in each rank's part (see `windows_of`).
+    begins, widths: first element and number of elements to take from each rank's part (see `windows_of`).
 
-    If the window covers the whole buffer, returns `buffer` itself, without a copy.
+    If all elements are taken, returns `buffer` itself, without a copy.
     """
     if list(widths) == list(counts):
         return buffer

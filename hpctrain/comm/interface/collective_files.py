@@ -210,7 +210,11 @@ class MpiCollectiveFiles:
     """`CollectiveFiles` over MPI-IO."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
-        """Creates the object. mpi: the module mpi4py.MPI. comm: communicator of the group, used by this object only."""
+        """Creates the object.
+
+        mpi: the module mpi4py.MPI.
+        comm: communicator of the group, used by this object only.
+        """
         self._mpi = mpi
         self._comm = comm
         self._open: OrderedDict[Path, Any] = OrderedDict()

@@ -290,7 +290,10 @@ class Forwarding(Attributes):
         self._group.barrier()
 
     def open_group(self, members: Sequence[int]) -> tuple[Collective, PeerMessages | None] | None:
-        """Returns None: the backend cannot create a group without the other ranks. Backends that can override this."""
+        """Returns None: the backend cannot create a group without the other ranks.
+
+        Backends that can do so override this method.
+        """
         return None
 
     def close(self) -> None:

@@ -86,7 +86,12 @@ class MpiRemoteMemory:
         self._window.Lock_all(mpi.MODE_NOCHECK)
 
     def _check_free_memory(self, num_bytes: int) -> None:
-        """Raises CommunicationError on every rank if a node lacks memory, before MPI or the kernel fails."""
+        """Raises CommunicationError on every rank if a node lacks memory for its ranks' parts.
+
+        num_bytes: size of this rank's part.
+
+        Without this check, MPI or the kernel would fail.
+        """
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self._rank)
         try:
             asked = np.zeros((node.Get_size(), 2), dtype=np.int64)
@@ -165,7 +170,11 @@ class SharedRemoteMemory:
     """`RemoteMemory` for ranks in one process: threads, or a single rank."""
 
     def __init__(self, *, parts: Sequence[NDArray[np.uint8]], rank: int, barrier: Any) -> None:
-        """Creates one rank's access. parts: memory of every rank. barrier: function that waits for all ranks."""
+        """Creates one rank's access.
+
+        parts: memory of every rank.
+        barrier: function that waits for all ranks.
+        """
         self._parts = parts
         self._rank = rank
         self._barrier = barrier

@@ -1,9 +1,10 @@
 """A deadline for the start of a run.
 
-Without a deadline, MPI_Init waits forever for a rank that never calls MPI_Init, and blocks all Python threads. Each
-rank that starts writes a file into a folder of its node (in memory), one folder per launcher process, and removes the
-file once all ranks have started. A script between launcher and rank may run several programs, but MPI can be started
-only once per rank. In this case the rank leaves a note in the folder, so that hpctrain refuses the second program.
+Without a deadline, MPI_Init waits forever for a rank that never calls MPI_Init. All Python threads are then blocked.
+Each rank that starts writes a file into a folder of its node (in memory), one folder per launcher process, and removes
+the file once all ranks have started. A script that the launcher starts as a rank may run several programs, but MPI can
+be started only once per rank. If there is such a script, the rank leaves a note in the folder, and hpctrain refuses the
+second program.
 
 A thread written in C (`gil_free_timer`) ends a rank that still waits at the deadline. Before that, the thread runs this
 file as a program, which prints which ranks of the node have no file. If the nodes share the working directory, the
@@ -101,9 +102,9 @@ def _variable(environ: Mapping[str, str]) -> str | None:
 
 
 def _meeting(environ: Mapping[str, str], identity: RankIdentity) -> str | None:
-    """Returns the common prefix of the files through which the programs of the nodes exchange their findings.
+    """Returns the prefix of the paths of the files through which the nodes exchange which of their ranks are absent.
 
-    Returns None if there is only one node, or if the ranks of this launch know no common name for it.
+    Returns None if there is only one node, or if the environment does not name this launch.
     """
     name = environ.get("PMIX_NAMESPACE") or ".".join(
         filter(None, (environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID")))
@@ -134,7 +135,7 @@ def _refuse_second_program(folder: Path | None, identity: RankIdentity) -> None:
 
 
 def _folder(environ: Mapping[str, str]) -> tuple[Path | None, LauncherProcess]:
-    """Returns the folder of the launcher's ranks on this node (None if it is unknown), and the launcher."""
+    """Returns the folder for the files of this node's ranks (None if it is unknown), and the launcher's process."""
     from hpctrain.comm.watchdog.board.node_files import local_parent, node_identity
     from hpctrain.launch import find_launcher_process
 
@@ -187,7 +188,10 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _report(found: Mapping[str, Any]) -> None:
-    """Prints why the rank ends, unless another rank prints it. The timer ends the rank when this function returns."""
+    """Prints why the rank ends, unless another rank prints it. The timer ends the rank when this function returns.
+
+    found: what the rank knows: the decoded JSON argument with which the timer has started this file as a program.
+    """
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     folder = None if found["folder"] is None else Path(found["folder"])
     if folder is not None:
@@ -253,9 +257,13 @@ class NodeAtDeadline:
 
 
 def _meet(here: NodeAtDeadline, found: Mapping[str, Any]) -> dict[int, NodeAtDeadline]:
-    """Exchanges findings with the programs of other nodes until the time for that is over.
+    """Exchanges the states of the nodes through files in the working directory.
 
-    Returns the state of each known node. The key is the lowest waiting rank of the node.
+    Takes at most `found["meeting_s"]` seconds. Returns the state of each node that has written its file. The key is the
+    lowest waiting rank of the node.
+
+    here: state of this node.
+    found: the decoded JSON argument with which this file was started as a program.
     """
     known = {min(here.waiting): here} if here.waiting else {}
     if not known or found["meeting"] is None:
@@ -292,7 +300,7 @@ def _describe_nodes(
 
     known: state of each known node, from `_meet`.
     here: state of this node.
-    found: the decoded argument of this file as a program.
+    found: the decoded JSON argument with which this file was started as a program.
     """
     if not known:
         return here.lines
@@ -317,7 +325,7 @@ def _describe_nodes(
 
 
 def describe_absent(folder: Path | None, found: Mapping[str, Any]) -> NodeAtDeadline:
-    """Returns what is known of the ranks of this node.
+    """Returns which ranks of this node wait, and which have not started, as far as this is known.
 
     folder: folder with the files of this node's ranks; None if it is unknown.
     found: the decoded JSON argument with which this file was started as a program.

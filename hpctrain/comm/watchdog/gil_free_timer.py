@@ -41,8 +41,8 @@ def find_timer_library() -> str | None:
 class GilFreeTimer:
     """Runs `command` and then ends this process with `exit_code`, unless the timer is set again or stopped in time.
 
-    Two words are appended to the command: the seconds since the timer was set, and the note. Once the command has
-    started, nothing stops it. Raises OSError if the thread cannot be started.
+    Two arguments are appended to the command: the seconds since the timer was set, and the `note` of `set`. Once the
+    command has started, nothing stops it. Raises OSError if the thread cannot be started.
     """
 
     def __init__(self, library: str, command: Sequence[str], *, exit_code: int) -> None:
@@ -63,7 +63,7 @@ class GilFreeTimer:
     def set(self, seconds: float, *, note: str = "") -> None:
         """Starts the command in `seconds`, unless the timer is set again or stopped before.
 
-        Only 1023 bytes of `note` are kept.
+        note: text that the command gets as its last argument; only 1023 bytes are kept.
         """
         if os.getpid() == self._pid:
             self._set(self._timer, min(max(seconds, 1e-3), _LONGEST_S), note.encode(errors="replace"))
@@ -108,7 +108,11 @@ def make_timer(
 
 
 def _describe_blocked(seconds: str, note: str) -> list[str]:
-    """Returns lines about what blocks Python. note: the input that this process was producing; "" if none."""
+    """Returns lines for the user about what blocks Python.
+
+    seconds: seconds since the timer was set.
+    note: the input that this process was producing; "" if none.
+    """
     if not note:
         return ["its Python interpreter is blocked inside the communication library: no stacks"]
     return [
@@ -125,9 +129,11 @@ def _say(*lines: str) -> None:
 
 
 def _report(words: Sequence[str]) -> None:
-    """Runs the program: reports, and returns when the rank must end. words: arguments of the program.
+    """Runs this file as a program: reports on the blocked rank, and returns when the rank must end.
 
-    If the rank's Python has continued after all, it waits until the rank's process has ended by itself.
+    words: arguments of the program.
+
+    If the rank's Python has continued after all, this function waits until the rank's process has ended by itself.
     """
     number, (seconds, note) = words[2], words[-2:]
     if note:  # print at once, because another rank may be about to end this one

@@ -262,7 +262,11 @@ def find_cut(findings: Mapping[str, Mapping[str, bool]], *, here: str) -> list[s
 
 
 def _alone(found: Mapping[str, bool], *, here: str) -> list[str]:
-    """Returns the lines that follow from the probes of this host alone."""
+    """Returns lines for the user that follow from the probes of this host alone.
+
+    found: for each probed host, whether it answered.
+    here: name of this host.
+    """
     missing = sorted(host for host, answered in found.items() if not answered)
     if len(missing) < len(found):
         return [
@@ -303,7 +307,10 @@ def _one_way(asked: Mapping[str, Mapping[str, bool]], *, here: str) -> str:
 
 
 def _parts(asked: Mapping[str, Mapping[str, bool]]) -> list[list[str]]:
-    """Returns the connected parts of the graph of hosts, each as a sorted list, in order of their names."""
+    """Returns the connected parts of the network, each as a sorted list of hosts; the parts are sorted too.
+
+    asked: asked[a][b] is True if host b answered a probe from host a. Then a and b are in the same part.
+    """
     part_of = {host: {host} for found in asked.values() for host in found} | {host: {host} for host in asked}
     for host, found in asked.items():
         for other, answered in found.items():

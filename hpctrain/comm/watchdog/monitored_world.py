@@ -77,7 +77,10 @@ class MonitoredWriter:
     """`CollectiveWriter` with a deadline for each collective step."""
 
     def __init__(self, inner: CollectiveWriter, *, track: Track, name: str) -> None:
-        """Wraps `inner`. name: name of the file, for messages."""
+        """Wraps `inner`.
+
+        name: name of the file, for messages.
+        """
         self._inner = inner
         self._track = track
         self._name = name
@@ -298,16 +301,16 @@ class MonitoredGroup(Attributes):
         self._track.closed = True
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.doing`."""
+        """Labels the operations in the `with` block; see `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.in_section`."""
+        """Applies the time limit of `section` in the `with` block; see `hpctrain.comm.in_section`."""
         return self._watcher.sections.enter(section)
 
     @contextlib.contextmanager
     def without_limit(self) -> Iterator[None]:
-        """See `hpctrain.comm.without_limit`."""
+        """Suspends the deadline in the `with` block; see `hpctrain.comm.without_limit`."""
         self._track.limited = False
         try:
             yield
@@ -326,7 +329,11 @@ class MonitoredGroup(Attributes):
 
     @contextlib.contextmanager
     def _during(self, operation: str, detail: str = "", *, same: str = "") -> Iterator[None]:
-        """Runs one operation under the deadline, after a check that its signature is the same on all ranks."""
+        """Puts the `with` block, one operation, under the deadline, after a check that all ranks pass equal arguments.
+
+        operation, detail: name and arguments of the operation, for messages.
+        same: further arguments that must be the same on all ranks.
+        """
         signature = " ".join(filter(None, [operation, detail, same]))
         with self._watcher.during(self._track, operation, detail, signature=signature):
             self.agree(signature)
@@ -340,6 +347,8 @@ class MonitoredGroup(Attributes):
 
     def agree(self, signature: str) -> None:
         """Raises BufferMismatch on every rank, naming the ranks that differ, unless `signature` is equal on all.
+
+        signature: text with the name and the arguments of an operation.
 
         Collective. The signatures are compared only if the backend is MPI, which compares nothing itself: if the buffer
         of one rank differs, MPI returns wrong sums, hangs, or fails on some ranks. The check costs one all-reduce of 16
@@ -414,7 +423,7 @@ class Monitored(Forwarding):
         self._topology = topology
 
     def publish_in(self, directory: Path) -> None:
-        """Starts to publish the ranks' positions in `directory`, with one file per node. Collective.
+        """Starts to publish in `directory` what the ranks are doing, with one file per node. Collective.
 
         directory: folder that all ranks see; it is created if it does not exist.
 
@@ -458,15 +467,15 @@ class Monitored(Forwarding):
         self._watcher.step = step
 
     def doing(self, what: str) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.doing`."""
+        """Labels the operations in the `with` block; see `hpctrain.comm.doing`."""
         return self._watcher.doing_this(what)
 
     def section(self, section: Section | None) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.in_section`."""
+        """Applies the time limit of `section` in the `with` block; see `hpctrain.comm.in_section`."""
         return self._watcher.sections.enter(section)
 
     def without_limit(self) -> AbstractContextManager[None]:
-        """See `hpctrain.comm.without_limit`."""
+        """Suspends the deadline in the `with` block; see `hpctrain.comm.without_limit`."""
         return self._all.without_limit()
 
     @property
@@ -480,7 +489,10 @@ class Monitored(Forwarding):
         return self._watcher.sections
 
     def last_ended(self) -> float | None:
-        """Returns when this rank's last operation on any communicator ended, in seconds since 1970; None before."""
+        """Returns when this rank's last operation on any communicator ended, in seconds since 1970.
+
+        Returns None before the first operation has ended.
+        """
         ended = [track.ended for track in self._watcher.tracks if track.ended is not None]
         return max(ended, default=None)
 
@@ -509,7 +521,10 @@ class Monitored(Forwarding):
     def open_group(
         self, members: Sequence[int], *, compared: bool = True
     ) -> tuple[Collective, PeerMessages | None] | None:
-        """See `World.open_group`. compared: False if the caller compares the arguments of the operations itself."""
+        """Creates a communicator for the world ranks `members`, with a deadline; see `World.open_group`.
+
+        compared: False if the caller checks itself that all ranks pass equal arguments to each operation.
+        """
         # A track of its own: the world's is the same on all ranks, and only some take part.
         self._num_groups[tuple(members)] += 1
         name = self._within(f"group {self._num_groups[tuple(members)]} of {describe_ranks(members)}")
@@ -551,7 +566,7 @@ class Monitored(Forwarding):
         return MonitoredTransport(inner, track=self._watcher.track(group=name, members=self.members))
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
-        """See `World.remote_memory`.
+        """Returns memory that all ranks can read; see `World.remote_memory`. Collective.
 
         The deadline applies to the creation of the memory. It does not apply to reads, since no other rank takes part
         in a read.

@@ -163,10 +163,12 @@ class InputWaits:
         return 0.0 if (wait := self.longest) is None else wait.waited_s()
 
     def late(self, tracks: Sequence[Track], *, limit_s: float) -> InputWait | None:
-        """Returns the longest wait if it is longer than `limit_s`, otherwise None.
+        """Returns this rank's longest wait for input if it is longer than `limit_s`, otherwise None.
 
-        Returns None also if an operation of `tracks` was started during the wait and is still running, because that
-        operation has a time limit of its own.
+        tracks: states of this rank's communicators.
+
+        Returns None also if an operation on a communicator was started during the wait and is still running, because
+        that operation has a time limit of its own.
         """
         wait = self.longest
         if wait is None or wait.waited_s() <= limit_s:
@@ -209,7 +211,7 @@ class ProgressMonitor:
     def is_usual(self, progress: Iterable[tuple[int, float | None]], *, now_s: float) -> bool:
         """Returns True if the time since the last progress is not longer than usual.
 
-        progress: `Track.progress` of all tracks.
+        progress: result of `Track.progress` for each communicator.
         now_s: current monotonic time, not before that of the last call.
         """
         found = tuple(progress)

@@ -22,10 +22,10 @@ _ENDING_AT_MOST_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
-    """How the limit of a section is derived.
+    """How the time limit of a section of the run is derived from measured times.
 
     least_measured: smallest number of measured times from which a limit is derived.
-    window: the limit follows from the slowest of at least this many newest times.
+    window: the limit is derived from the slowest of at least this many newest times.
     least_factor: the derived limit is at least this factor times `LimitSettings.least_s`.
     """
 
@@ -68,7 +68,10 @@ class LimitSettings:
         return replace(self, timeout_s=self.timeout_s + seconds, configured=configured)
 
     def derived_s(self, section: Section, *, slowest_s: float) -> float:
-        """Returns the limit in seconds that follows from the slowest measured time of `section`, a key of `RULES`."""
+        """Returns the time limit of `section` in seconds, derived from its slowest measured time.
+
+        section: a section that has a rule in `RULES`.
+        """
         return max(RULES[section].least_factor * self.least_s, FACTOR * slowest_s)
 
 
@@ -205,7 +208,7 @@ class SectionLimits:
         self._measured[section].add(seconds)
 
     def slowest(self, section: Section) -> tuple[float, int]:
-        """Returns the slowest recent time, and the number of times of this attempt that were compared.
+        """Returns the slowest recent time of `section`, and the number of times of this attempt that were compared.
 
         The slowest time of earlier attempts is taken into account too.
         """
@@ -242,7 +245,7 @@ class SectionLimits:
     # ---- what applies now
 
     def _open(self) -> frozenset[Section | None]:
-        """Returns the sections in which a rank that this rank waits for may be.
+        """Returns the sections of the run in which a rank that this rank waits for may be.
 
         INPUT is one of them only if this rank is in it: the limit of a step includes the input of the step.
         """

@@ -69,8 +69,9 @@ def print_with_stacks(message: str) -> None:
 
 
 def describe_finding(found: HangEvidence, *, waits: bool, num_asked: int) -> str:
-    """Returns the report on what this rank has found.
+    """Returns the report on why an operation does not end.
 
+    found: what the files of all nodes show.
     waits: True if this rank is in an operation.
     num_asked: number of hosts that were probed.
     """
@@ -95,10 +96,11 @@ def describe_finding(found: HangEvidence, *, waits: bool, num_asked: int) -> str
 
 
 def describe_unknown(cut: Sequence[str], *, directory: Path | None) -> str:
-    """Returns the report for the case that the ranks' positions are unknown.
+    """Returns the report for the case that it is not known what the other ranks are doing.
 
     cut: lines about hosts that are cut off.
-    directory: folder of the positions, which cannot be read; None if no folder was given.
+    directory: folder of the files in which the ranks state what they do, which cannot be read; None if no folder was
+    given.
     """
     why = "the ranks share no directory in which they record where they are"
     if directory is not None:
@@ -111,7 +113,7 @@ def describe_stacks(groups: Sequence[StackGroup], *, most_late: int = 8, most_wa
 
     Pure.
 
-    most_late: number of groups of late ranks that are shown.
+    most_late: number of groups of late ranks (for which other ranks wait) that are shown.
     most_waiting: number of groups of waiting ranks that are shown.
     """
     shown = [group for group in groups if group.late][:most_late]
@@ -131,7 +133,12 @@ def describe_stacks(groups: Sequence[StackGroup], *, most_late: int = 8, most_wa
 
 
 def fold_absences(absences: Sequence[Absence], *, max_lines: int = 16) -> list[str]:
-    """Returns one line per absence; if there are more than `max_lines`, one line per state, with all its ranks. Pure.
+    """Returns lines about ranks that have not started an operation. Pure.
+
+    absences: the ranks, and what each did last (its state).
+
+    There is one line per absence. If there are more than `max_lines` absences, there is one line per state, with all
+    ranks in that state.
 
     If there are more than `max_lines` states, the states with the fewest and with the most ranks get a line each. The
     last line counts the ranks in the other states.

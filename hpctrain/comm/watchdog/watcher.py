@@ -54,10 +54,12 @@ def follow_late_operation(
 ) -> str | None:
     """Observes an operation that is late, and returns the reason if the run must end before the operation's time limit.
 
-    The function first raises the alarm, so that the absent ranks print their stacks. Then a few of the waiting ranks
-    examine repeatedly whether an absent rank is hung; on all other ranks the function returns None at once. It also
-    returns None when the operation or the watching has ended. Raises OSError.
+    The function first raises the alarm, so that the absent ranks (those that have not started the operation) print
+    their stacks. Then a few of the waiting ranks examine repeatedly whether an absent rank is hung; on all other ranks
+    the function returns None at once. It also returns None when the operation or the watching has ended. Raises
+    OSError.
 
+    track: state of the communicator of that operation.
     over: event that is set when the watcher ends.
     """
     sequence = track.sequence
@@ -105,7 +107,7 @@ _EXIT_TIMERS_MAY_TAKE_S = 3.0
 
 @final
 class Watcher:
-    """Watches every `Track` of one rank.
+    """Watches the current operation of each communicator of one rank.
 
     timeout_s: time limit of an operation; when it is over, every rank has exited. Each rank therefore stops waiting
     earlier than that, by a quarter of this time or 5 s, whichever is less. `sections` may be configured with other
@@ -168,7 +170,7 @@ class Watcher:
             self._hold = make_local_folder(folders.local)
 
     def publish_in(self, folders: WatchFolders) -> None:
-        """Starts to write this rank's position into `folders`. Raises OSError if the folders cannot be used."""
+        """Starts to write what this rank is doing into `folders`. Raises OSError if the folders cannot be used."""
         reach = self._reach = self._reach or HostReachability()
         before = self._board
         self._board = Board(
@@ -233,7 +235,11 @@ class Watcher:
         )
 
     def track(self, *, group: str, members: tuple[int, ...]) -> Track:
-        """Returns a new track, which is watched. group: name of the track's communicator, the same on all members."""
+        """Returns a new record of the current operation of one communicator, which is watched.
+
+        group: name of the communicator, the same on all members.
+        members: world ranks of the communicator.
+        """
         track, others = Track(group, members), [one for one in self.tracks if not one.closed]
         self.tracks = [*others, track]  # a new list: the watcher may be iterating over the old one
         return track
@@ -248,7 +254,7 @@ class Watcher:
         signature: str | None = None,
         counted: bool = True,
     ) -> Iterator[None]:
-        """Marks an operation like `track.during`.
+        """Marks one operation as running in the `with` block; see `Track.during`.
 
         If a library is in use that may hold Python's lock while the library waits, this also sets the timer of
         `hpctrain.comm.watchdog.gil_free_timer`.
@@ -354,9 +360,12 @@ class Watcher:
     # ---- late
 
     def _be_late(self, track: Track) -> None:
-        """Handles a late operation, once per operation.
+        """Handles an operation that is late, once per operation.
 
-        It requests the stacks of the absent ranks, probes hosts, and examines which rank is hung.
+        It requests the stacks of the ranks that have not started the operation, probes hosts, and examines which rank
+        is hung.
+
+        track: state of the communicator of that operation.
         """
         key = (track.group, track.sequence)
         board = self._board
@@ -413,7 +422,10 @@ class Watcher:
         return max(1.0, self.sections.ending_s)
 
     def _takes_over(self, board: Board, ending: Ending) -> bool:
-        """Waits until the announcing rank should have reported. Returns True if this rank must report in its place."""
+        """Waits until the rank that has announced the end should have reported.
+
+        Returns True if it has not reported, and this rank must report in its place.
+        """
         within(1.0, board.announce_exit)  # so that the announcing rank does not wait for this one
         left_s = min(ending.leave_at - time.time(), self.sections.ending_s)
         time.sleep(max(0.0, left_s - _TAKING_OVER_SHARE * _TELLING_SHARE * self.sections.ending_s))

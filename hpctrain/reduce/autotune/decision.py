@@ -89,7 +89,10 @@ class Choice:
         return min(among, key=lambda candidate: self._total_s(candidate, sizes))
 
     def seconds(self, bucket_bytes: Iterable[int]) -> float:
-        """Returns the predicted seconds of the fastest candidate for all these buckets; 0 if nothing was measured."""
+        """Returns the predicted seconds of the fastest candidate for all these buckets; 0 if nothing was measured.
+
+        bucket_bytes: for each bucket, the bytes of its gradients before the cast to the wire format.
+        """
         sizes = list(bucket_bytes)
         return self._total_s(self.fastest(sizes), sizes) if self.costs else 0.0
 
@@ -97,7 +100,7 @@ class Choice:
         return sum(self.costs[candidate].at(size) for size in sizes)
 
     def for_wire(self, wire: str) -> Choice:
-        """Returns the choice among the candidates with this wire format. Raises UsageError if no candidate has it."""
+        """Returns the choice among the candidates with the wire format `wire`. Raises UsageError if there are none."""
         if not self.costs:
             if self.candidates[0].wire == wire:
                 return self
@@ -110,9 +113,11 @@ class Choice:
     def fastest_wire(self, bucket_bytes: Iterable[int]) -> str:
         """Returns the fastest wire format for these buckets.
 
-        A wire format that rounds more is chosen only if it saves enough time. A wire format that was not measured up
-        to the size of the largest bucket is not chosen: measured times may include a moment at which the machine was
-        busy, and extrapolated times never do, so that extrapolated times would be preferred wrongly.
+        bucket_bytes: for each bucket, the bytes of its gradients before the cast to the wire format.
+
+        A wire format that rounds more is chosen only if it saves enough time. A wire format that was not measured up to
+        the size of the largest bucket is not chosen: measured times may include a moment at which the machine was busy,
+        and extrapolated times never do, so that extrapolated times would be preferred wrongly.
         """
         sizes = list(bucket_bytes)
         among = eligible(self.costs, max(sizes, default=0)) if self.costs else self.candidates
@@ -179,7 +184,10 @@ def measurements_to_json(measurements: Iterable[Measurement]) -> list[dict[str, 
 
 
 def measurements_from_json(value: Any) -> list[Measurement]:
-    """Restores what `measurements_to_json` returned. Raises ValueError for anything else."""
+    """Returns the measurements from their JSON form, a result of `measurements_to_json`.
+
+    Raises ValueError for anything else.
+    """
     try:
         found = [
             Measurement(
@@ -189,7 +197,7 @@ def measurements_from_json(value: Any) -> list[Measurement]:
             for m in value
         ]  # fmt: skip
     except (TypeError, KeyError, UsageError) as error:
-        raise ValueError(f"no measurements: {error}") from error
+        raise ValueError(f"these are no measurements: {error}") from error
     if not found:
         raise ValueError("no measurements: the list is empty")
     return found

@@ -154,7 +154,10 @@ def levels_to_json(levels: tuple[LinkSpeed, ...]) -> list[dict[str, Any]]:
 
 
 def levels_from_json(value: Any) -> tuple[LinkSpeed, ...]:
-    """Restores what `levels_to_json` returned. Raises ValueError for anything else."""
+    """Returns the link speeds from their JSON form, a result of `levels_to_json`.
+
+    Raises ValueError for anything else.
+    """
     try:
         return tuple(
             LinkSpeed(
@@ -164,7 +167,7 @@ def levels_from_json(value: Any) -> tuple[LinkSpeed, ...]:
             for v in value
         )  # fmt: skip
     except (TypeError, KeyError) as error:
-        raise ValueError(f"no levels: {error}") from error
+        raise ValueError(f"these are no link speeds: {error}") from error
 
 
 # Minimum share of the largest measured size's time that is attributed to its bytes.

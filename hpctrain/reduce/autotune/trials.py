@@ -194,7 +194,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class _Running:
-    """A candidate that is being measured, and its measurements: (bytes, seconds), the same on every rank."""
+    """A candidate reduction that is being measured, and its measurements: (bytes, seconds), the same on every rank."""
 
     candidate: Candidate
     reducer: BucketReducer
@@ -212,7 +212,10 @@ class _Running:
         return TimeBySize.fit(self.measured).at(num_bytes)
 
     def expected_s(self, num_bytes: int) -> float:
-        """Returns an upper estimate of the time of a reduction of `num_bytes`, a larger size, in seconds."""
+        """Returns an upper estimate of the time of a reduction, in seconds.
+
+        num_bytes: size of the bucket, larger than the sizes measured so far.
+        """
         last_bytes, last_s = self.measured[-1]
         at_most = last_s * num_bytes / last_bytes
         by_slope = self.fitted_s(num_bytes)
@@ -222,7 +225,10 @@ class _Running:
 
 @final
 class _Trials:
-    """Times single trials and keeps track of the remaining time. Its methods are collective."""
+    """Times single trials (short measurements of a reduction), and keeps account of the remaining time.
+
+    Its methods are collective.
+    """
 
     def __init__(
         self,
@@ -260,7 +266,10 @@ class _Trials:
         return self._seconds(begin)
 
     def time(self, reducer: BucketReducer, *, repeats: int) -> float:
-        """Returns the seconds of one reduction of bucket 0 on the slowest rank."""
+        """Returns the seconds of one reduction of bucket 0 on the slowest rank.
+
+        repeats: number of consecutive reductions that are timed together.
+        """
         begin = self._clock()
         for _ in range(repeats):
             run_to_end([reducer.reduce(0)])
@@ -269,7 +278,7 @@ class _Trials:
         return max(self._seconds(begin) / repeats, 1e-9)
 
     def _seconds(self, begin: float) -> float:
-        """Returns the longest time since `begin` over the ranks. It also synchronizes the ranks for the next trial."""
+        """Returns the longest time since `begin` over the ranks. The ranks are synchronized afterwards."""
         end = self._clock()
         seconds, elapsed = self._largest(end - begin, end - self._began)
         self.left_s = self._budget_s - elapsed
@@ -291,7 +300,10 @@ class _Trials:
 
 @final
 class _Contest:
-    """Measures candidates, size by size, and drops slow ones. Methods are collective unless they say otherwise."""
+    """Measures candidate reductions, size by size, and drops slow ones.
+
+    Methods are collective unless they say otherwise.
+    """
 
     def __init__(
         self,
@@ -355,11 +367,13 @@ class _Contest:
     def _costs(
         self, times: dict[Candidate, list[float]], alone: Sequence[float], num_bytes: int
     ) -> dict[Candidate, list[float]]:
-        """Returns the costs of trials during computation; for other trials, returns `times`. Not collective.
+        """Returns the costs of the candidates at this size, by which they are compared. Not collective.
+
+        times: measured times of each candidate. They are the costs, unless the reductions ran during a computation.
 
         If two candidates need the same time on the link, the one with the shorter processor time costs less.
 
-        alone: times of the computation without a reduction; empty if the trials ran without a computation.
+        alone: times of the computation without a reduction; empty if the reductions ran without a computation.
         """
         if not alone:
             return times
@@ -387,10 +401,11 @@ class _Contest:
         return contenders
 
     def _take(self, num_bytes: int, times: dict[Candidate, list[float]]) -> None:
-        """Records the results of a size. Not collective.
+        """Records the measured times at one size of buckets. Not collective.
 
-        A candidate without a trial at this size gets no result. If only one of several candidates has a trial, nothing
-        is recorded, except at the first size.
+        times: measured times of each candidate at this size; empty for a candidate that was not measured.
+
+        If only one of several candidates was measured, nothing is recorded, except at the first size.
         """
         first = not any(one.measured for one in self._active)
         for one in self._active:
@@ -407,9 +422,10 @@ class _Contest:
             self._notes.append(f"not measured: {names}: the time was used up before")
 
     def _plan(self, num_bytes: int) -> bool:
-        """Plans one bucket for each candidate. At the first size, also reduces the bucket once, to open connections.
+        """Allocates one bucket of `num_bytes` for each candidate.
 
-        Returns False if a candidate has not enough memory on any rank.
+        At the first size, also reduces the bucket once, to open connections. Returns False if a candidate has not
+        enough memory on any rank.
         """
         numel = num_bytes // ELEMENT_BYTES
         flag = numel - 1

@@ -45,7 +45,9 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationKey:
-    """The conditions of a calibration. Measurements are used again only under the same conditions.
+    """The conditions of a calibration, which measures the candidate reductions.
+
+    Measurements are used again only under the same conditions.
 
     load: `computation` if the ranks computed during the measurements, otherwise `none`.
     versions: versions of the libraries that a reduction uses, by name.
@@ -92,7 +94,7 @@ class CalibrationKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCalibration:
-    """Results of one calibration, convertible to and from JSON.
+    """Results of one calibration (measurements of the candidate reductions), convertible to and from JSON.
 
     measurements: times of the candidates.
     levels: measured speeds of the links.
@@ -112,7 +114,7 @@ class StoredCalibration:
 
     @classmethod
     def from_json(cls, value: Any) -> StoredCalibration:
-        """Restores what `as_json` returned. Raises ValueError for anything else."""
+        """Returns the results from their JSON form, a result of `as_json`. Raises ValueError for anything else."""
         if not isinstance(value, dict) or not {"measurements", "levels", "seconds"} <= value.keys():
             raise ValueError("not a calibration: fields are missing")
         return cls(
@@ -245,7 +247,11 @@ class AutoChoice:
 class TrialResults:
     """Measurements from which `auto` chooses once it knows the size of the model; the same on every rank.
 
-    choice: the candidates and their measurements. The other fields are those of `AutoChoice`.
+    choice: the candidates and their measurements.
+    source: where the measurements come from, as text.
+    levels: measured speeds of the links.
+    seconds: duration of the calibration.
+    load: `computation` if the ranks computed during the measurements, otherwise `none`.
     """
 
     choice: Choice

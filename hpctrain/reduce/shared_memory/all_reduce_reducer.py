@@ -58,7 +58,7 @@ _COUNTER_BYTES = 64  # a cache line
 
 
 class SumStatus(Enum):
-    """Result of one turn of a sum: the sum waits for other ranks, has made progress, or is complete."""
+    """Result of one call that advances a sum: the sum waits for other ranks, has made progress, or is complete."""
 
     WAITS = 0
     PROGRESSED = 1
@@ -155,7 +155,10 @@ class NodeSum:
         return progress
 
     def _sum_any(self, take: Callable[..., int]) -> SumStatus:
-        """Sums all unclaimed pieces that all ranks have filled."""
+        """Claims and sums all pieces of the bucket that all ranks have filled and no rank has claimed.
+
+        take: compiled function that claims and sums pieces.
+        """
         return _PROGRESS[
             take(
                 self._parts, self._flags, self._begun, self._squares,
@@ -164,7 +167,7 @@ class NodeSum:
         ]  # fmt: skip
 
     def _sum_own(self) -> SumStatus:
-        """Sums the next piece of this rank's share, if all ranks have filled it."""
+        """Sums the next piece of this rank's share of the bucket, if all ranks have filled this piece."""
         memory, everyone = self._memory, range(len(self._parts))
         if self._next < self._own.end:
             if not memory.raised(Flag(self._is_filled.place, self._before + self._next + 1), by=everyone):
@@ -233,9 +236,9 @@ class _Carried:
 
 @final
 class AllReduceReducer(TransportReducer):
-    """`BucketReducer` over a transport. See `TransportReducer` for the other arguments.
+    """`BucketReducer` over a transport, by two-level sums. See `TransportReducer` for the other arguments.
 
-    exchange: algorithm of the sums between the nodes of `levels`: `direct` or `ring`.
+    exchange: algorithm of the sums between nodes: `direct` or `ring`.
     chunk_elems: largest number of elements in a chunk.
     in_flight: largest number of chunks of one bucket in flight.
     """
@@ -314,9 +317,10 @@ class AllReduceReducer(TransportReducer):
         return memory
 
     def _parts(self, bucket: Bucket) -> list[ElemRange]:
-        """Returns this rank's part of each chunk, an empty range if this rank is not a carrier.
+        """Returns the range of elements of each chunk of `bucket` that this rank exchanges with other nodes.
 
-        Returns [] if there is only one node.
+        The ranges are empty if this rank is not a carrier: a rank with a counterpart on every other node. Returns [] if
+        there is only one node.
         """
         if self._place.num_nodes == 1:
             return []
@@ -347,10 +351,10 @@ class AllReduceReducer(TransportReducer):
         return factor if self._place.num_nodes == 1 else 1.0
 
     def finish(self, numbers: Numbers, *, comm: Collective) -> Finishing:
-        """See `BucketReducer.finish`.
+        """Ends the reductions of a step: computes the gradient norm and sums `numbers` over the ranks. Collective.
 
-        With one node, the reductions also compute the sums of squares. If no reduction of the step has begun yet, the
-        reductions also sum the numbers.
+        See `BucketReducer.finish`. With one node, the reductions also compute the sums of squares, and sum `numbers` if
+        no reduction of the step has begun yet.
         """
         if not self._squares or self._place.num_nodes > 1:
             return all_reduced(self._all_squares, numbers, comm=comm)
@@ -415,7 +419,10 @@ class AllReduceReducer(TransportReducer):
         yield from until(lambda: memory.raised(summed, by=range(self._place.num_carriers)))
 
     def _add_carried(self) -> Iterator[bool]:
-        """Counts a reduced bucket. After the last bucket, waits for the numbers of all ranks and sums them."""
+        """Counts a reduced bucket. After the last bucket, sums the numbers that the ranks sum along with the buckets.
+
+        Yields like the generator of `reduce`, while it waits for the numbers of other ranks.
+        """
         carried = self._carried
         if carried is None:
             return
@@ -429,7 +436,7 @@ class AllReduceReducer(TransportReducer):
         return until(lambda: self._memory.raised(written, by=range(len(self._place.locals))))
 
     def _all_chunks(self, bucket: _Planned, *, first_tag: int) -> Iterator[bool]:
-        """Reduces this rank's parts of a bucket in order, up to `in_flight` of them at a time."""
+        """Reduces this rank's parts of a bucket in order, up to `in_flight` parts at a time."""
         active: deque[Iterator[bool]] = deque()
         for number in range(len(bucket.parts)):
             active.append(self._chunk(bucket, number, tag=(first_tag + 2 * number) % NUM_TAGS))
@@ -469,7 +476,11 @@ class AllReduceReducer(TransportReducer):
     def _deliver_into(
         self, buckets: Sequence[torch.Tensor], spans: Sequence[ElemRange]
     ) -> Callable[[int, torch.Tensor], None]:
-        """Returns a function that decodes a slice once and copies it into the bucket of every rank of the node."""
+        """Returns a function that decodes a slice once and copies it into the bucket of every rank of the node.
+
+        buckets: the bucket of each of the node's ranks.
+        spans: for each owner of a slice, the range of the slice in the bucket.
+        """
 
         def deliver(owner: int, data: torch.Tensor) -> None:
             span = spans[owner]

@@ -33,7 +33,7 @@ from hpctrain.storage import part_of
 
 
 class Feedback(Protocol):
-    """Encodes one part, with or without error feedback. See `hpctrain.reduce.codecs`."""
+    """Encodes the values of one part of a chunk, with or without error feedback. See `hpctrain.reduce.codecs`."""
 
     def encode(self, values: torch.Tensor, *, first: int, out: torch.Tensor) -> None:
         """Encodes `values`, which belong to the slice of another node's rank, into `out`. May change `values`.
@@ -73,7 +73,9 @@ class Part:
 class Wire:
     """How a part is sent.
 
-    tag: first of two tags that only this part uses.
+    tag: first of two message tags that only this part uses.
+    transport: transport of the messages.
+    codec, feedback: encode the values, without and with error feedback.
     scratch: function of n that returns n bytes of memory.
     send: function like `Transport.send` that also counts the bytes.
     """
@@ -86,7 +88,12 @@ class Wire:
     send: Callable[..., Pending]
 
     def until(self, pending: Sequence[Pending]) -> Iterator[bool]:
-        """Waits for messages. Yields the same values as `bucket_reducer.until`."""
+        """Waits for messages. After each poll that finds them unfinished, yields whether there was progress.
+
+        pending: handles of the messages.
+
+        The first value is True, because the caller has made progress before the wait; all later values are False.
+        """
         progressed = True
         while not self.transport.all_done(pending):
             yield progressed
@@ -97,8 +104,13 @@ Deliver = Callable[[int, torch.Tensor], None]
 
 
 def direct(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over its peers by the algorithm `direct`. A generator like `BucketReducer.reduce`.
+    """Sums a part of a chunk over all nodes by the algorithm `direct`. A generator like `BucketReducer.reduce`.
 
+    Every carrier (the rank of its node that exchanges the part) sends each slice of the part to the carrier that owns
+    the slice, and receives the sums of all slices.
+
+    part: the part, with the carriers of all nodes.
+    wire: how the part is sent.
     deliver: function that is called once per slice, with the index of the slice's owner and the encoded sum.
     """
     size = wire.codec.num_bytes
@@ -169,9 +181,13 @@ def add_slices_in_order(
 
 
 def ring(part: Part, wire: Wire, *, deliver: Deliver) -> Iterator[bool]:
-    """Sums `part` over its peers by the algorithm `ring`, in which each rank sends only to the next rank.
+    """Sums a part of a chunk over all nodes by the algorithm `ring`. A generator like `BucketReducer.reduce`.
 
-    Arguments as for `direct`.
+    Each carrier (the rank of its node that exchanges the part) sends only to the next carrier.
+
+    part: the part, with the carriers of all nodes.
+    wire: how the part is sent.
+    deliver: function that is called once per slice, with the index of the slice's owner and the encoded sum.
     """
     size = wire.codec.num_bytes
     count, mine, dtype = part.num_peers, part.mine, part.values.dtype
@@ -310,7 +326,7 @@ class InterNodeResiduals:
             part.feedback.end_step(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
-        """Returns this rank's blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.
+        """Returns this rank's errors as blocks of a tensor of shape (nodes + 1, num_elems), float32 or float64.
 
         Row c holds the errors of the values that node c sent; the last row holds the errors of the sums.
         """
@@ -330,7 +346,9 @@ class InterNodeResiduals:
         return found
 
     def rows_to_load(self, shapes: Shapes, *, rank: int, num_ranks: int) -> dict[str, list[range]]:
-        """See `BucketReducer.rows_to_load`.
+        """Returns the rows of the saved errors that this rank must read from a checkpoint, by name of the tensor.
+
+        shapes: shapes of the saved tensors, by name.
 
         If the saved run had the same number of nodes, the result is the row of this rank's node and the row of the
         sums. Otherwise the result is an equal share of all rows.
@@ -394,9 +412,10 @@ class InterNodeResiduals:
             lost.copy_(total[position : position + lost.numel()]) if owned else lost.zero_()
 
     def _pieces(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
-        """Yields, for each contiguous run of errors, its position in gradient space, a view of it, and a bool.
+        """Yields (position, errors, owned) for each contiguous run of this rank's errors.
 
-        The bool is True if this rank owns the elements of the run.
+        `position` is the offset of the run in the concatenation of all flattened parameters, `errors` is a view, and
+        `owned` is True if this rank owns the elements of the run.
         """
         for lossy in self._parts:
             part, feedback = lossy.part, lossy.feedback

@@ -103,7 +103,7 @@ def one_rank_nodes(num_ranks: int) -> Topology:
 class GradientPiece:
     """A run of contiguous elements of one gradient.
 
-    first: offset of the run in the given range of the bucket.
+    first: offset of the run in the range that was passed to `gradient_pieces`.
     position: offset of the run in gradient space, the concatenation of all flattened gradients.
     numel: number of elements of the run.
     """
@@ -114,7 +114,10 @@ class GradientPiece:
 
 
 def gradient_pieces(bucket: Bucket, span: ElemRange) -> Iterator[GradientPiece]:
-    """Yields the part of each gradient that lies in the range `span` of `bucket`, without gap and flags."""
+    """Yields the part of each gradient that lies in the range `span` of `bucket`.
+
+    Elements that belong to no gradient (padding and flags) are left out.
+    """
     for slot in bucket.slots:
         begin, end = max(span.begin, slot.offset), min(span.end, slot.offset + slot.numel)
         if begin < end:
@@ -139,7 +142,7 @@ _NUMBERS_BYTES = _FLAG_BYTES + 2 * 8 * _ROW_NUMBERS
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that each rank of a node has.
+    """A flag in shared memory, by which a rank of a node tells the other ranks what it has done. Each rank has one.
 
     place: index of the flag among a rank's flags.
     value: the flag counts as raised when it has at least this value.

@@ -24,9 +24,10 @@ PIECE_ELEMS = 65536
 
 
 def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared: int, factor: float) -> float:
-    """The numpy version of `add`.
+    """Adds up `parts` and writes the sum times `factor` into each array of `into`: the numpy version of `add`.
 
-    The order of the additions is the same; only the last bits of the sum of squares may differ.
+    Returns the sum of squares of the first `num_squared` elements of the result. The order of the additions is the same
+    as in `add`; only the last bits of the sum of squares may differ.
     """
     square = 0.0
     with np.errstate(all="ignore"):  # the sum of squares shows values that are not finite
@@ -48,7 +49,7 @@ def add_in_numpy(parts: tuple[Array, ...], into: tuple[Array, ...], num_squared:
 class Compiled:
     """Functions of the compiled extension `_add.c`.
 
-    add: see the function `add`.
+    add: adds up arrays; see the function `add`.
     fill: sets a rank's flag of a bucket to the number of pieces that the rank has filled.
     take: claims and sums the pieces of a bucket that all ranks have filled; see `NodeSum`.
 

@@ -65,22 +65,32 @@ class TransportReducer(ABC):
         return self._bytes_sent
 
     def end_step(self, *, applied: bool, rescale: float) -> None:
-        """See `KeepsState.end_step`."""
+        """Ends the step for error feedback: the values of the step count as sent only if the step was applied.
+
+        applied: True if the step was applied; the same on every rank.
+        rescale: the next step's loss scale divided by this step's.
+        """
         if self._residuals is not None:
             self._residuals.end_step(applied=applied, rescale=rescale)
 
     def state(self) -> list[StateTensor]:
-        """See `InterNodeResiduals.state`; empty without error feedback."""
+        """Returns this rank's encoding errors, which a checkpoint must hold; empty without error feedback."""
         return self._residuals.state() if self._residuals is not None else []
 
     def rows_to_load(self, shapes: Shapes) -> dict[str, list[range]]:
-        """See `KeepsState.rows_to_load`."""
+        """Returns the rows of a checkpoint's tensors that `load_state` needs on this rank.
+
+        See `KeepsState.rows_to_load`.
+        """
         if self._residuals is None:
             return {}
         return self._residuals.rows_to_load(shapes, rank=self._comm.rank, num_ranks=self._comm.num_ranks)
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
-        """See `KeepsState.load_state`. Collective; call it after `plan`."""
+        """Restores the encoding errors from a checkpoint; see `KeepsState.load_state`.
+
+        Collective; call it after `plan`.
+        """
         if self._residuals is not None:
             self._residuals.load_state(tensors, shapes, comm=self._comm)
 
@@ -99,7 +109,9 @@ class TransportReducer(ABC):
         """Drops all references to planned memory."""
 
     def _watched(self, turns: Iterator[bool], what: str) -> Iterator[bool]:
-        """Runs the generator `turns` under the watchdog, whose deadline counts only the time in which it waits.
+        """Runs the generator `turns` under the watchdog, whose deadline counts only the time in which `turns` waits.
+
+        turns: generator like that of `BucketReducer.reduce`.
 
         what: description of the operation, for the watchdog's messages.
         """
@@ -117,9 +129,9 @@ class TransportReducer(ABC):
             self._transport.progressed()
 
     def _take_tags(self, num_tags: int) -> int:
-        """Reserves message tags and returns the first one.
+        """Reserves `num_tags` message tags, and returns the first one.
 
-        It is the same on every rank, because all ranks start the sums in the same order.
+        The tag is the same on every rank, because all ranks start the sums in the same order.
         """
         first = self._next_tag
         self._next_tag = (first + num_tags) % NUM_TAGS

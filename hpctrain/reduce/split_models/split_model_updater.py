@@ -152,7 +152,7 @@ class SplitModelUpdater(UpdaterBase):
         optimizer: Optimizer of the parameters as they are split.
         comm: Communicator of all ranks, for the norm and the small sums of a step.
         loss_scale: Loss scale; None means 1.
-        clip_norm: See `AllReduceUpdater`.
+        clip_norm: Limit of the global 2-norm of the gradients; None means no clipping.
         end_sums: Function that `close` calls, such as the result of `reduce_gradients_by`; None: `close` calls nothing.
 
     Raises:
@@ -205,7 +205,7 @@ class SplitModelUpdater(UpdaterBase):
         self._begin_step()
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
-        """See `DistributedOptimizer.backward`. Collective.
+        """Runs backward on `weight * loss`; see `DistributedOptimizer.backward`. Collective.
 
         Raises UsageError for a loss that does not have exactly one element, and after a backward that has failed.
         """
@@ -233,7 +233,7 @@ class SplitModelUpdater(UpdaterBase):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `DistributedOptimizer.no_sync`.
+        """Returns a context in which backward only accumulates gradients, without any reduction.
 
         Each rank keeps whole gradients until the next backward outside of the context, or until `step`.
         """
@@ -245,7 +245,10 @@ class SplitModelUpdater(UpdaterBase):
             yield
 
     def zero_grad(self) -> None:
-        """See `DistributedOptimizer.zero_grad`. Collective between `backward` and `step`, if layers are split."""
+        """Drops the gradients, like the optimizer's own `zero_grad`.
+
+        Collective between `backward` and `step`, if layers are split.
+        """
         if self._hidden is not None:
             self._hidden.end()
         if self._shares is not None:
@@ -262,7 +265,10 @@ class SplitModelUpdater(UpdaterBase):
     # ------------------------------------------------------------------ implementation
 
     def _sum(self, sums: Mapping[str, float]) -> StepSums:
-        """See `UpdaterBase._sum`. If a backward has failed on any rank, an accepted step fails."""
+        """Completes the sums of the gradients, and sums the numbers in `sums` over the ranks. Collective.
+
+        If a backward has failed on any rank, a step that `accepts` does not drop raises an error.
+        """
         if self._passes is not None and any(p._backward_hooks for p in self._parameters):
             raise UsageError(
                 "a parameter has a hook of its gradient (Tensor.register_hook), which FSDP2 does not call: change "
@@ -323,7 +329,7 @@ class SplitModelUpdater(UpdaterBase):
             self._passes.end_step()
 
     def _release(self) -> bool:
-        """See `UpdaterBase._release`.
+        """Undoes what the updater has changed in optimizer and gradients; see `UpdaterBase._release`.
 
         Makes hidden gradients visible again. With `shard = "optimizer"`, the optimizer gets the model's parameters
         back, without state.

@@ -77,7 +77,10 @@ class StepWatch:
         return outcome
 
     def drop(self) -> None:
-        """Restores buffers. Call it for a step that may be skipped without a call of `step`, as by a GradScaler."""
+        """Restores the model's buffers, as after a step that is not applied.
+
+        Call it for a step that may be skipped without a call of `step`, as by a GradScaler.
+        """
         self._end_step(applied=False)
 
     def _compared(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:

@@ -40,8 +40,8 @@ class Proposal:
 def propose(*, host_rank: int, number: int | None = None) -> Proposal:
     """Returns the CUDA device that this rank could use: the only visible device, else the device `host_rank`.
 
-    host_rank: the index of this rank among the ranks of its machine. number: the device index that the recipe gives,
-    which takes precedence.
+    host_rank: the index of this rank among the ranks of its machine.
+    number: the device index that the recipe gives, which takes precedence.
     """
     if not torch.cuda.is_available():
         return Proposal(index=None, problem="torch finds no CUDA device")
@@ -61,7 +61,7 @@ def propose(*, host_rank: int, number: int | None = None) -> Proposal:
 def _identity_of(index: int) -> str:
     """Returns an identifier of the device that is unique on this machine.
 
-    It is the same in processes that number the devices differently.
+    The identifier is the same in processes that number the devices differently.
     """
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     if uuid is not None:
@@ -103,11 +103,16 @@ def _lowest_with_problem(comm: Collective, problem: str) -> int | None:
 def agree_on_gpus(
     mine: Proposal, *, asked: str, comm: Collective, host: str, host_ranks: Sequence[int]
 ) -> str | None:
-    """Returns None if each rank uses the device that it proposes, else why all ranks use the CPU. Collective.
+    """Returns None if each rank uses the GPU that it proposes, else why all ranks use the CPU. Collective.
 
-    The returned text is empty if no rank has a GPU. mine: this rank's proposal. asked: `auto`, `cuda` or `cuda:N`.
-    host_ranks: the ranks of this machine, `host`. Raises LaunchError on every rank, naming all ranks that have a
-    problem, if `cuda` or `cuda:N` cannot be used.
+    The returned text is empty if no rank has a GPU.
+
+    mine: this rank's proposal.
+    asked: `auto`, `cuda` or `cuda:N`.
+    host: name of this machine.
+    host_ranks: the ranks of this machine.
+
+    Raises LaunchError on every rank, naming all ranks that have a problem, if `cuda` or `cuda:N` cannot be used.
     """
     problem = mine.problem
     lowest = _lowest_with_problem(comm, problem)
@@ -132,7 +137,9 @@ def choose_device(asked: str, *, comm: Collective, hosts: Sequence[str]) -> tupl
 
     asked: `cpu`; `cuda`; `cuda:N`, device N of each machine, which all ranks of the machine share; or `auto`, which
     takes CUDA if every rank has a GPU of its own. NCCL does not work between ranks that share a device; MPI does.
-    hosts: the machine of each rank. Raises LaunchError on every rank, naming all ranks that lack the requested device.
+    hosts: the machine of each rank.
+
+    Raises LaunchError on every rank, naming all ranks that lack the requested device.
     """
     if re.fullmatch(DEVICE_NAMES, asked) is None:
         raise LaunchError(f"device {asked!r}: give auto, cpu, cuda, or a numbered one such as cuda:0")

@@ -26,7 +26,8 @@ def put_in_stages(
 ) -> bool:
     """Reduces `model` and `optimizer`, in place, to this rank's pipeline stages. Collective.
 
-    The task's `pipeline_layers` returns the layers. The other arguments and the result are as in `put_in_pipeline`.
+    The task's method `pipeline_layers` returns the layers. The other arguments and the result are those of
+    `put_in_pipeline`.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     opens = put_in_pipeline(

@@ -62,8 +62,8 @@ class RankAxes:
     def counts_samples(self) -> bool:
         """True if this rank counts its samples in sums over samples; the other ranks add 0.
 
-        One rank per tensor group counts the samples of the group. In a pipeline, this rank is on the last stage, which
-        computes the loss.
+        One rank per tensor group counts the samples of the group. In a pipeline, only ranks on the last stage, which
+        computes the loss, count samples.
         """
         if self._mesh is None:
             return True
@@ -94,9 +94,11 @@ class RankAxes:
     def arrange(self, *, tensor: int = 1, pipeline: int = 1) -> None:
         """Arranges the ranks on the axes pipeline, data and tensor.
 
-        tensor: the number of ranks per tensor group. pipeline: the number of ranks that hold the stages of one copy of
-        the model. Raises TopologyError if `pipeline` does not divide the number of ranks, or `tensor` does not divide
-        the number of ranks of each node; UsageError if a loader was already made for other axes.
+        tensor: the number of ranks per tensor group.
+        pipeline: the number of ranks that hold the stages of one copy of the model.
+
+        Raises TopologyError if `pipeline` does not divide the number of ranks, or `tensor` does not divide the number
+        of ranks of each node; UsageError if a loader was already made for other axes.
         """
         shape = {"tensor": 1, "pipeline": 1} if self._mesh is None else self._mesh.shape
         if (tensor, pipeline) == (shape["tensor"], shape["pipeline"]):

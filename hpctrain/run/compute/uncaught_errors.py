@@ -49,7 +49,7 @@ class UncaughtErrors:
         )
 
     def release(self) -> None:
-        """Undoes `watch`."""
+        """Restores the behaviour before `watch`: an uncaught error or an exit ends only this rank."""
         if self._hook_before is not None:
             self._restore_hook()
             atexit.unregister(self._restore_hook)
@@ -127,7 +127,10 @@ def print_uncaught() -> None:
 
 
 def _leave(leave: SystemExit) -> NoReturn:
-    """Exits with the exit code of `leave`. An exception hook cannot set the exit code in another way."""
+    """Exits with the exit code of `leave`.
+
+    An exception hook, which calls this function, cannot set the exit code in another way.
+    """
     sys.stdout.flush()
     os._exit(_kept(leave.code))
 
@@ -135,7 +138,7 @@ def _leave(leave: SystemExit) -> NoReturn:
 def _kept(code: object) -> int:
     """Returns the exit code that the system keeps of `SystemExit(code)`: the lowest 8 bits.
 
-    If these are 0 but `code` is not, the result is 1, so that an error does not look like success.
+    If these bits are 0 although `code` is not 0, the result is 1, so that an error does not look like success.
     """
     if not isinstance(code, int):
         return 0 if code is None else 1

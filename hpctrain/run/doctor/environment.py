@@ -75,7 +75,10 @@ def _processor() -> str:
 
 
 def judge_variables(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns one warning per environment variable that differs between ranks. Pure."""
+    """Returns one warning per environment variable that differs between ranks. Pure.
+
+    facts_by_rank: the facts about each rank, by rank.
+    """
     by_rank = [facts.get("environment", {}).get("variables", {}) for facts in facts_by_rank]
     findings = []
     for name in sorted({name for variables in by_rank for name in variables}):
@@ -118,7 +121,10 @@ def read_start(*, proc: Path = Path("/proc")) -> dict[str, Any]:
 
 
 def judge_start(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns the finding about the slowest start. Entry r of `facts_by_rank` is from rank r. Pure."""
+    """Returns the finding about the rank whose program took longest to start. Pure.
+
+    facts_by_rank: the facts about each rank, by rank.
+    """
     seconds = {
         rank: facts["start"]["seconds"]
         for rank, facts in enumerate(facts_by_rank)

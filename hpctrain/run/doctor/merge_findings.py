@@ -238,7 +238,10 @@ _SAME_IF_POSSIBLE: tuple[tuple[str, Callable[[Facts], Any]], ...] = (
 
 
 def merge_findings(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Returns the findings about all ranks. Entry r of `facts_by_rank` is from rank r."""
+    """Returns the findings about all ranks.
+
+    facts_by_rank: the facts about each rank, by rank.
+    """
     return [
         *_fold(facts_by_rank),
         *judge_visibility(facts_by_rank),
@@ -257,9 +260,10 @@ def _packages(environment: Facts) -> str:
 
 
 def _fold(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Merges equal findings of several ranks. If only some ranks have a finding, its text begins with these ranks.
+    """Returns the findings about each rank, with equal findings of several ranks merged.
 
-    Of OK findings on one topic with different texts (free space, for example), only that of the lowest rank is kept.
+    The text of a finding that only some ranks have begins with these ranks. If the ranks have OK findings with
+    different texts on one topic (free space, for example), only the finding of the lowest rank is kept.
     """
     ranks_by_finding: dict[Finding, list[int]] = {}
     for rank, facts in enumerate(facts_by_rank):
@@ -328,7 +332,7 @@ def _placement(facts_by_rank: Sequence[Facts]) -> list[Finding]:
 
 
 def _tcp(facts_by_rank: Sequence[Facts]) -> list[Finding]:
-    """Warns of TCP congestion control by BBR, which delays short bursts between nodes."""
+    """Returns a warning if nodes use the TCP congestion control BBR, which delays short bursts between nodes."""
     # Missing in the facts of an older hpctrain, which some rank may have.
     names = [facts.get("tcp", {}).get("congestion_control") for facts in facts_by_rank]
     ranks = [rank for rank, name in enumerate(names) if name == "bbr"]

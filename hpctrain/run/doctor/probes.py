@@ -38,8 +38,10 @@ def inspect_rank(
 ) -> dict[str, Any]:
     """Returns the facts about this rank by topic. The facts about a missing or broken component have the key `error`.
 
-    Call this function as soon as the imports are done, since the imports are timed. num_checkpoints, checkpoint_bytes:
-    see `read_run_directory`.
+    Call this function as soon as the imports are done, since the imports are timed.
+
+    num_checkpoints: the number of checkpoints that are kept.
+    checkpoint_bytes: the size of one checkpoint; None: the size of the newest checkpoint in the run directory.
     """
     start = read_start()
     return {

@@ -29,7 +29,9 @@ def read_run_directory(
 ) -> dict[str, Any]:
     """Returns facts about the filesystem of `directory`, which need not exist yet.
 
-    The key `error` is set if the directory cannot be written. num_checkpoints: the number of checkpoints that are kept.
+    The key `error` is set if the directory cannot be written.
+
+    num_checkpoints: the number of checkpoints that are kept.
     checkpoint_bytes: the size of one checkpoint; None: the size of the newest checkpoint in the directory.
     """
     facts: dict[str, Any] = {"path": str(directory), "num_checkpoints": num_checkpoints}
@@ -96,8 +98,9 @@ def stripe_count(text: str) -> int | None:
 def look_for_rank_0s_file(world: World, facts: dict[str, Any], *, checks: bool) -> None:
     """Checks whether this rank sees a file that rank 0 creates in the run directory. Collective.
 
-    Stores the answer as `seen` in this rank's facts about the run directory. checks: whether this rank looks for the
-    file; one rank per node suffices.
+    Stores the answer as `seen` in this rank's facts about the run directory.
+
+    checks: whether this rank looks for the file; one rank per node suffices.
     """
     disk = facts["run_directory"]
     made = None

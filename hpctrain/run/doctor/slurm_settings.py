@@ -64,7 +64,8 @@ def _scontrol(*words: str) -> str:
 def judge_slurm(facts: Mapping[str, Any] | None, *, mpi_library: str = "") -> list[Finding]:
     """Returns the findings about Slurm's settings. Pure.
 
-    facts: the result of `ask_slurm`. mpi_library: the name that the MPI library gives itself.
+    facts: the result of `ask_slurm`.
+    mpi_library: the name that the MPI library gives itself.
     """
     if not facts:
         return []

@@ -134,9 +134,9 @@ class Experiments:
         )  # fmt: skip
 
     def _first(self, first_state: OwnState) -> Ran | Failure:
-        """Runs the reference trial: on one rank, in float64 if the model supports it.
+        """Runs the reference trial, a short run of the training: on one rank, in float64 if the model supports it.
 
-        Returns a `Failure` instead if a step raises an error of hpctrain with a known cause.
+        Returns its result, or a `Failure` if a step raises an error of hpctrain with a known cause.
         """
         for double in (True, False):
             self._tolerance = TOLERANCE if double else TOLERANCE_FLOAT32
@@ -177,7 +177,10 @@ class Experiments:
         return ran
 
     def _with_losses(self, trace: RunTrace, *, on_ranks: bool) -> RunTrace:
-        """Returns `trace` with each step's loss replaced by the loss over all ranks; unchanged if not `on_ranks`."""
+        """Returns the record `trace` of a trial with each step's loss replaced by the loss over all ranks.
+
+        on_ranks: False for a trial on one rank, whose record is returned unchanged.
+        """
         if not on_ranks:
             return trace
         mine = [[step.loss, len(step.rows.hashes)] for step in trace.steps]
@@ -197,7 +200,12 @@ class Experiments:
     def _compared(
         self, reference: Ran, other: Ran, *, samples: bool = True, from_step: int = 1
     ) -> TrialComparison:
-        """Compares two trials on each rank, and merges the comparisons of all ranks. Collective."""
+        """Compares the results of two trials on each rank, and merges the comparisons of all ranks. Collective.
+
+        reference: the trial with which `other` is compared.
+        samples: whether each rank should get the same samples in both trials.
+        from_step: the step of `reference` that corresponds to the first step of `other`.
+        """
         mine = compare_traces(
             reference.trace, other.trace, tolerance=self._tolerance, samples=samples, from_step=from_step
         )
@@ -206,7 +214,9 @@ class Experiments:
         )
 
     def _draws(self, trace: RunTrace) -> list[str]:
-        """Returns the random number generators that any rank used in the steps of its trace. Collective.
+        """Returns the random number generators that any rank used in the steps of a trial. Collective.
+
+        trace: this rank's record of the trial.
 
         The ranks may differ, since threads that read ahead draw numbers at different times.
         """
@@ -445,7 +455,7 @@ def _is_not_finite(value: object) -> bool:
 
 
 def _digests(trace: RunTrace) -> dict[str, Any]:
-    """Returns the hashes and options of a trace as JSON values, for `find_drift`."""
+    """Returns the hashes of tensors and the optimizer options in a trial's record, as JSON values for `find_drift`."""
     steps = [
         {
             "before": dict(s.parameters_before.hashes) if s.parameters_before else None,

@@ -90,7 +90,7 @@ def check_loop(session: Any, build: Build, *, steps: int, show: bool, scratch: P
 
 @final
 class LoopSubject:
-    """A user's loop as a `Subject`."""
+    """A user's training loop as the training that the experiments compare (`Subject`)."""
 
     asks_double = False
     splits = True
@@ -125,7 +125,7 @@ def rows_of(batch: Any) -> BatchRows:
 
 
 class LoopTrial:
-    """A `Trial` of a user's loop."""
+    """A short run of a user's training loop for comparison (`Trial`)."""
 
     def __init__(self, subject: LoopSubject, session: Any, setting: Setting) -> None:
         self.session = session

@@ -33,9 +33,9 @@ def pass_over_samples(
     """Reads the samples of an epoch in one process and on all ranks, and returns what differs. Collective.
 
     Args:
-        one: The trace of a run in one process.
-        again: The trace of the same run, repeated.
-        ranks: The trace of the run on all ranks.
+        one: The record of a run in one process.
+        again: The record of the same run, repeated.
+        ranks: The record of the run on all ranks.
         is_shuffled: Whether epochs should have different orders; None: unknown.
         resumes_equal: Whether a resumed run on one rank equals the run that was not stopped.
     """
@@ -137,7 +137,7 @@ def _content(rows: Sequence[BatchRows]) -> dict[int, int]:
 
 
 def _changes(one: RunTrace, again: RunTrace) -> tuple[list[int], bool]:
-    """Returns the samples whose content differs between two runs, and whether a step has different samples in them."""
+    """Returns the samples whose content differs between two runs, and whether any step has other samples in one run."""
     found, unlike = [], False
     for first, second in zip(one.steps, again.steps, strict=False):
         if first.rows.names() != second.rows.names():
@@ -153,10 +153,10 @@ class OwnRandom:
     """Facts about samples that change because the dataset or sampler draws random numbers of its own.
 
     Attributes:
-        changes: `content_changes` of `SampleFacts`.
-        unstable: `content_unstable` of `SampleFacts`.
-        order_changes: As in `SampleFacts`.
-        draws: As in `SampleFacts`.
+        changes: Samples whose content differs between two runs of one process.
+        unstable: Samples whose content differs between two readings of an epoch by one process.
+        order_changes: Whether two runs of one process get the same samples in different orders.
+        draws: The random number generators of the process that are used while samples are read.
     """
 
     changes: Sequence[int] = ()
@@ -166,8 +166,9 @@ class OwnRandom:
 
 
 def _own_random(trials: Trials, whole: Sequence[BatchRows], *, may_compare: bool) -> OwnRandom:
-    """Reads epoch 0 twice in a new trial, and compares it with `whole`, which another trial has read. Collective.
+    """Reads epoch 0 twice in a new trial, and compares the readings with each other and with `whole`. Collective.
 
+    whole: the samples of epoch 0 that another trial has read, by batch.
     may_compare: whether each reading of the epoch should yield the same samples, in any order. Only then can samples
     without indices in the dataset be compared.
     """
@@ -189,7 +190,11 @@ def _own_random(trials: Trials, whole: Sequence[BatchRows], *, may_compare: bool
 def _contents_apart(
     first: Sequence[BatchRows], second: Sequence[BatchRows], *, may_compare: bool
 ) -> list[int]:
-    """Returns the samples whose content differs between two readings of an epoch. may_compare: see `_own_random`."""
+    """Returns the samples whose content differs between two readings of an epoch.
+
+    may_compare: whether both readings should yield the same samples, in any order. Only then can samples without
+    indices in the dataset be compared.
+    """
     if not first or not second:
         return []
     if first[0].indices is not None:

@@ -76,7 +76,10 @@ class Trial(Protocol):
         """Returns some rows of a batch. A row may occur several times."""
 
     def repeated(self, batch: Any, copies: int) -> Any:
-        """Returns the batch for a step in which each of `copies` ranks computes all samples, as a share 1/`copies`."""
+        """Returns the batch for a step in which each of `copies` ranks computes all samples of the batch.
+
+        Each rank's loss then counts as 1/`copies` of the global batch.
+        """
 
     def poisoned(self, batch: Any) -> Any | None:
         """Returns the batch with one NaN in each floating-point field; None if the batch has no such field."""
@@ -105,7 +108,8 @@ class Trial(Protocol):
 class Setting:
     """How a trial (a short run of the user's training) differs from the user's own run.
 
-    double: whether the trial computes in float64. seed_change: the number that is added to the generators' seed.
+    double: whether the trial computes in float64.
+    seed_change: the number that is added to the generators' seed.
     """
 
     double: bool = True

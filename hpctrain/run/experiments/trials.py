@@ -57,8 +57,8 @@ def together(session: Any) -> Any:
 def sum_exactly(session: Any) -> None:
     """Makes the session's updaters sum gradients in their own dtype, by a fixed algorithm.
 
-    The updaters do not compare the ranks, since trials continue after a difference, and the check finds where the
-    difference starts.
+    The updaters do not compare the ranks. The runs of a check must continue after a difference between ranks, so that
+    the check finds where the difference starts.
     """
     session.distributed_optimizer = partial(_exact_updater, session.distributed_optimizer)
 
@@ -117,7 +117,7 @@ class Ran:
         trace: The record of all steps; if the trial was resumed, of the steps after the resumption.
         began: The user's own state at the start.
         ended: The user's own state at the end.
-        is_split: As in `Trial`.
+        is_split: Whether each rank holds only a part of the model.
         carried: The kinds of the values that were carried over into the resumed trial, by path.
         schedulers: For a trial on all ranks, the values of the learning rate schedulers at the end, as text by path.
         no_storage: The error to show to the user if checkpoints could not be written or read; None otherwise.
@@ -154,7 +154,9 @@ class Trials:
     def open(self, *, on_ranks: bool, seed_change: int = 0, overlapped: bool = False) -> Iterator[Trial]:
         """Creates a trial (model, optimizer and data, ready to train), and closes the trial after the `with` block.
 
-        on_ranks: whether all ranks train together. overlapped: whether gradients are summed during backward.
+        on_ranks: whether all ranks train together.
+        seed_change: the number that is added to the generators' seed.
+        overlapped: whether gradients are summed during backward.
         """
         session = together(self.session) if on_ranks else alone(self.session)
         if overlapped:
@@ -188,7 +190,7 @@ class Trials:
             yield
 
     def run(self, conditions: Conditions) -> Ran:
-        """Runs one trial under the conditions. An error that ends the training is recorded in the trace.
+        """Runs one trial under `conditions`, and returns the result. An error that ends the training is recorded there.
 
         Raises CheckpointError on every rank if the storage fails while a trial is stopped and resumed.
         """

@@ -236,12 +236,15 @@ def plan_memory(
     ranks_per_node: int | None = None,
     memory: int | None = None,
 ) -> MemoryEstimates:
-    """Returns what each way to split the recipe's model needs on `num_ranks` ranks.
+    """Returns the memory that each way to split the recipe's model needs on `num_ranks` ranks.
 
     Parameters are counted on the meta device. Activations are measured on this process's CPU with training data, if
-    that is possible. ranks_per_node: if None, `slurm.tasks_per_node` of the recipe counts; if that is not set, all
-    ranks are on one node. memory: the bytes of memory that each rank may use; None if unknown. Raises RecipeError if
-    the recipe's task, model or optimizer cannot be created, or if a run would refuse every way.
+    that is possible.
+
+    ranks_per_node: if None, `slurm.tasks_per_node` of the recipe counts; if that is not set, all ranks are on one node.
+    memory: the bytes of memory that each rank may use; None if unknown.
+
+    Raises RecipeError if the recipe's task, model or optimizer cannot be created, or if a run would refuse every way.
     """
     notes: list[str] = []
     topology = _topology(recipe, num_ranks, ranks_per_node)
@@ -325,7 +328,7 @@ def _on_gpu(recipe: Recipe) -> bool:
 
 
 def _tensor_plan(task: Task, *, note: Callable[[str], None]) -> TensorPlan:
-    """Returns the task's plan for splitting its layers; {} if it has none."""
+    """Returns the task's plan for splitting its layers; {} if the task has no plan."""
     if not isinstance(task, TensorParallelTask):
         return {}
     try:
@@ -353,7 +356,7 @@ def _own_plan(recipe: Recipe, task: Task, tensor_plan: TensorPlan) -> tuple[Para
 
 
 def _check_some(verdicts: Sequence[Verdict]) -> None:
-    """Raises RecipeError with the reason of the first way if all ways are refused."""
+    """Raises RecipeError, with the reason for the first way, if a run would refuse all ways to split the model."""
     if all(verdict.refused for verdict in verdicts):
         raise RecipeError(verdicts[0].refused)
 
@@ -375,9 +378,9 @@ def _data_of(recipe: Recipe, topology: Topology, *, note: Callable[[str], None])
 def _reductions(
     recipe: Recipe, model: torch.nn.Module, topology: Topology, *, on_gpu: bool
 ) -> Mapping[ShardKind, ReductionNeeds]:
-    """Returns what reductions other than FSDP2's need, by what is sharded.
+    """Returns the memory and traffic of gradient reductions other than FSDP2's, by what is sharded.
 
-    Settings that a run would refuse are replaced by the usual ones.
+    Settings of the recipe that a run would refuse are replaced by the usual settings.
     """
     asked = reduction_plan(recipe)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -131,9 +131,11 @@ def measure_activations(
     """Returns, per kind of activation checkpointing, the peak bytes by number of samples, for two numbers of samples.
 
     There is only one number of samples if the batch has one sample. The first samples of `batch` are used. `sizes`
-    gives the numbers of samples. If it is empty, the first kind is measured with 2, 4, 8, ... samples, as long as the
-    batch is large enough and the next measurement is expected to take less than `memory` bytes. The two largest numbers
-    of samples are then used for all kinds. make_runner: creates a runner with a new model.
+    gives the numbers of samples. If `sizes` is empty, the first kind is measured with 2, 4, 8, ... samples, as long as
+    the batch is large enough and the next measurement is expected to take less than `memory` bytes. The two largest
+    numbers of samples are then used for all kinds.
+
+    make_runner: creates a runner with a new model.
     """
     measured: dict[Recomputation, dict[int, int]] = {}
     for way in ways:
@@ -179,7 +181,9 @@ class _Bytes:
 def measure_layers(
     runner_of: RunnerOf, layers: Sequence[nn.Module], batch: Batch, *, sizes: Sequence[int]
 ) -> LayerActivations:
-    """Returns the memory of the layers and the loss. sizes: how many of the first samples of `batch` to measure with.
+    """Returns the memory of the layers and the loss.
+
+    sizes: how many of the first samples of `batch` to measure with.
 
     The task's loss must call its model once, with one tensor. This tensor is the input of the first layer; the output
     of each layer is the input of the next layer.
@@ -199,7 +203,8 @@ def _measured(runner_of: RunnerOf, layers: Sequence[nn.Module], batch: Batch) ->
     runner_of(chain).loss(batch)
     if chain.output is None:
         raise UsageError(
-            "the task's loss did not call its model: in a pipeline the call passes the batch to the first stage"
+            "the task's loss did not call its model: in a pipeline it must, since the call passes the batch to the "
+            "first stage"
         )
     output = chain.output.requires_grad_(chain.output.is_floating_point())
     runner = runner_of(_Given(output))
@@ -293,7 +298,9 @@ def leave_one_part(model: nn.Module, plan: TensorPlan, *, tensor: int, sequence:
     """Reduces `model`, in place, to what the first of `tensor` ranks holds, so that one rank can compute alone.
 
     Shapes are those of the first rank. The values are wrong: a part stands for the sum over the ranks, and gathered
-    tensors are repetitions of a part. sequence: whether layers between split layers hold a part of the sequence.
+    tensors are repetitions of a part.
+
+    sequence: whether layers between split layers hold a part of the sequence.
     """
     dims = split_dimensions(model, plan)
     for name, how in tensor_styles(model, plan).items():
@@ -502,7 +509,11 @@ def _layers(
 
 
 def _messages(runner: TaskRunner, plan: ParallelPlan, batch: Batch) -> TensorMessages:
-    """Returns what the ranks of a tensor group send each other. runner: a runner with the whole model."""
+    """Returns the bytes per sample that the ranks of a tensor group sum in forward and backward.
+
+    runner: a runner with the whole model.
+    plan: the way to split the layers.
+    """
     counting = counted_messages(
         runner.model, plan.tensor_plan, samples=batch.num_samples, sequence=plan.sequence
     )
@@ -519,7 +530,11 @@ class _Makers:
         self._make_task = make_task
 
     def runner(self, saving: Recomputation, *, split_as: ParallelPlan | None = None) -> TaskRunner:
-        """Returns a runner with a new model, or with the part of it that one rank of a tensor group holds."""
+        """Returns a runner with a new model, or with the part of a new model that one rank of a tensor group holds.
+
+        saving: the kind of activation checkpointing.
+        split_as: the way to split the layers; None: the model is whole.
+        """
         seed_generators(derive_seed(self._recipe.run.seed, "model"))
         task = self._make_task()
         model = build_model(self._recipe, task, device=_CPU)

@@ -109,7 +109,12 @@ def _sharded(topology: Topology) -> list[ParallelPlan]:
 
 
 def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[ShardKind, Within]]:
-    """Returns how parameters can be sharded over the ranks that hold the same parts of layers."""
+    """Returns the ways to shard parameters over the ranks that hold the same parts of layers.
+
+    Each is a pair: what is sharded, and whether over all of these ranks or within a node.
+
+    tensor: number of ranks per tensor group.
+    """
     found: list[tuple[ShardKind, Within]] = [("none", "world")]
     if topology.num_ranks > tensor:
         sizes = set(map(len, topology.ranks_by_node))
@@ -120,7 +125,13 @@ def _split_shards(topology: Topology, *, tensor: int) -> list[tuple[ShardKind, W
 
 
 def _stage_shards(topology: Topology, *, pipeline: int, tensor: int) -> list[tuple[ShardKind, Within]]:
-    """Returns what of a pipeline stage can be sharded over the stage's data-parallel ranks, and within what."""
+    """Returns the ways to shard a pipeline stage over its data-parallel ranks.
+
+    Each is a pair: what is sharded, and whether over all of these ranks or within a node.
+
+    pipeline: number of ranks per pipeline.
+    tensor: number of ranks per tensor group.
+    """
     found: list[tuple[ShardKind, Within]] = [("none", "world")]
     replicas = topology.num_ranks // (pipeline * tensor)
     if replicas == 1:
@@ -162,7 +173,11 @@ def micro_batch_choices(plan: ParallelPlan, *, samples: int, at_least: int) -> S
 
 
 def _without_pipeline(*, samples: int, at_least: int) -> Iterator[int]:
-    """Yields, for each possible size of the largest micro-batch, the smallest number of micro-batches."""
+    """Yields the numbers of micro-batches to try, ascending from `at_least`.
+
+    For each possible size of the largest micro-batch, this is the smallest number of micro-batches for a rank's
+    `samples`.
+    """
     yield at_least
     size = math.ceil(samples / at_least)
     while size > 1:

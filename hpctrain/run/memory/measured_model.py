@@ -59,7 +59,12 @@ def count_model(
     tensor_plan: TensorPlan | None = None,
     note: Callable[[str], None],
 ) -> ModelSizes:
-    """Returns the sizes of `model`, which is on the meta device. `note` reports what could not be measured."""
+    """Returns the sizes of `model`, which is on the meta device.
+
+    section: the recipe's section [optimizer].
+    tensor_plan: the task's plan for splitting layers.
+    note: function that is called with a text about anything that could not be measured.
+    """
     blocks = repeated_blocks(model)
     split = split_dimensions(model, tensor_plan) if tensor_plan else {}
     states = optimizer_state(model, section, note=note)

@@ -30,8 +30,10 @@ def stage_activations(
     """Returns the peak bytes of a pipeline rank besides parameters and gradients.
 
     Forward of a micro-batch keeps what the stage needs for backward. For each micro-batch PyTorch also holds buffers
-    for what arrives: activations from the previous stage, and gradients from the next stage. place: the rank's index in
-    the pipeline, which is also the index of the rank's first stage. samples: the number of samples per micro-batch.
+    for what arrives: activations from the previous stage, and gradients from the next stage.
+
+    place: the rank's index in the pipeline, which is also the index of the rank's first stage.
+    samples: the number of samples per micro-batch.
     """
     own = [layers_of for number, layers_of in enumerate(stages.layers) if number % plan.pipeline == place]
     kept = [sum(layers.kept[layer].at(samples) for layer in of_stage) for of_stage in own]
@@ -102,7 +104,7 @@ def sent_in_a_step(plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, micr
 
 
 def _of_shards(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
-    """Returns what a rank sends per micro-batch with sharded parameters.
+    """Returns the bytes that a rank sends per micro-batch if parameters are sharded.
 
     Blocks are gathered in forward and, except for the last one, in backward. Parameters outside blocks are gathered in
     forward. All gradients are reduced.
@@ -127,7 +129,11 @@ def _of_shards(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
 def _gathered_and_summed(
     plan: ParallelPlan, run: RunSizes, *, parameters: int, gradients: int, place: int = 0
 ) -> Sent:
-    """Returns what a rank sends to gather parameters and to sum gradients to their owners, as FSDP2 does."""
+    """Returns the bytes that a rank sends to gather parameters and to reduce-scatter gradients, as FSDP2 does.
+
+    parameters, gradients: their bytes.
+    place: index of the rank in its pipeline.
+    """
     within_node = plan.shard_within == "node"
     found = run.groups.ring(plan, place=place, within=within_node).times(parameters + gradients)
     if within_node:
@@ -138,9 +144,9 @@ def _gathered_and_summed(
 
 
 def _within_tensor_groups(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
-    """Returns what a rank sends within its tensor group, which lies on one node, per step.
+    """Returns the bytes that a rank sends per step within its tensor group, which lies on one node.
 
-    These are activations, and the gradients of parameters that every rank of the group holds.
+    The bytes are activations, and the gradients of parameters that every rank of the group holds.
     """
     tensor = plan.tensor
     if tensor == 1:
@@ -160,11 +166,11 @@ def _within_tensor_groups(plan: ParallelPlan, model: ModelSizes, run: RunSizes) 
 
 
 def _of_pipeline(plan: ParallelPlan, model: ModelSizes, run: RunSizes) -> Sent:
-    """Returns what a rank of a pipeline sends per step.
+    """Returns the bytes that a rank of a pipeline sends per step.
 
-    These are activations and their gradients between stages, and the sum of gradients over the replicas. With a sharded
-    optimizer, gradients are sent to their owners, who send as many bytes of parameters. Sharded parameters are gathered
-    once per step.
+    The bytes are activations and their gradients between stages, and the sum of gradients over the replicas. With a
+    sharded optimizer, gradients are sent to their owners, who send as many bytes of parameters. Sharded parameters are
+    gathered once per step.
     """
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
     found = []
@@ -272,7 +278,10 @@ class Needs:
 
 
 def needs_of(plan: ParallelPlan, model: ModelSizes, run: RunSizes, micro_batches: int) -> Needs:
-    """Returns what a rank needs to train `model` as `plan` says, with `micro_batches` micro-batches per step."""
+    """Returns the memory that a rank needs to train `model` as `plan` says.
+
+    micro_batches: number of micro-batches per step.
+    """
     found = _without_averages(plan, model, run, micro_batches)
     if not run.averages:
         return found
@@ -361,9 +370,9 @@ def _of_sharded_optimizer(
 def _of_stages(
     plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, place: int, micro_batches: int
 ) -> Needs:
-    """Returns what the rank with index `place` in a pipeline needs.
+    """Returns the memory that the rank with index `place` in a pipeline needs.
 
-    Its stages are `place` and, if it has two stages, `place + pipeline`.
+    The rank's stages are `place` and, if each rank has two stages, `place + pipeline`.
     """
     stages = run.stages[plan.pipeline * plan.stages_per_rank]
     own = model.on_place(place, stages=stages, pipeline=plan.pipeline).part(plan.tensor)
@@ -416,7 +425,7 @@ def _of_stages(
 def _activations(
     plan: ParallelPlan, model: ModelSizes, run: RunSizes, *, samples: int
 ) -> tuple[int | None, int]:
-    """Returns the bytes of activations at the start of backward, None if not measured, and at its end."""
+    """Returns the bytes of activations at the start and at the end of backward; the former is None if not measured."""
     found = run.measured.activation_bytes(plan, samples=samples)
     num_blocks = len(model.blocks().keys() - {""})
     return found, (found or 0) // (num_blocks + 1)
@@ -431,9 +440,10 @@ def _optimizer(model: ModelSizes, parts: int) -> int:
 
 
 def _start(model: ModelSizes, *, parts: int = 0) -> int:
-    """Returns the bytes of the whole model plus those of the parts made from it or of the copies that rank 0 sends.
+    """Returns the peak bytes at the start of a run, while each rank holds the whole model.
 
-    Of the parts and the copies, the larger ones count.
+    In addition to the model, a rank holds either `parts`, the bytes of the parts that are made from the model, or
+    copies of the parameters that rank 0 sends. The larger of the two counts.
     """
     largest = max((p.num_bytes for p in model.parameters), default=0)
     copies = min(model.num_bytes, max(largest, MESSAGE_BYTES))

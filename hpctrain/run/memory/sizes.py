@@ -52,9 +52,11 @@ class RankGroups:
         return self.num_data_ranks(plan)
 
     def ring(self, plan: ParallelPlan, *, place: int = 0, within: bool = False, across: bool = False) -> Sent:
-        """Returns the bytes that a rank sends to gather one byte over the data-parallel ranks of the stage `place`.
+        """Returns the bytes that a rank sends to gather one byte over the data-parallel ranks of a pipeline stage.
 
-        within: only over the ranks of one node. across: only over one rank per node.
+        place: index of the stage.
+        within: gather only over the ranks of one node.
+        across: gather only over one rank per node.
         """
         return self._ring_of(plan.pipeline, plan.tensor, place, within, across)
 
@@ -172,7 +174,7 @@ class ModelSizes:
         return replace(self, parameters=tuple(p.part(tensor) for p in self.parameters))
 
     def on_place(self, place: int, *, stages: StageSizes, pipeline: int) -> ModelSizes:
-        """Returns what the pipeline ranks with index `place` hold, with all buffers."""
+        """Returns the part of the model that the pipeline ranks with index `place` hold, with all of the buffers."""
         own = tuple(p for p in self.parameters if stages.stage_of[p.name] % pipeline == place)
         return replace(self, parameters=own)
 
@@ -192,8 +194,9 @@ class Activations:
 def line_through(measured: Mapping[int, int], *, besides: int = 0) -> Activations:
     """Returns the line through the bytes measured for two numbers of samples.
 
-    If there is only one number, the line passes through the origin. besides: bytes per sample that were not measured
-    and are added.
+    If there is only one number, the line passes through the origin.
+
+    besides: bytes per sample that were not measured and are added.
     """
     (few, few_bytes), (many, many_bytes) = min(measured.items()), max(measured.items())
     slope = (many_bytes - few_bytes) / (many - few) if many > few else many_bytes / many
@@ -251,8 +254,10 @@ class MeasuredPart:
     def of_one(self, whole: Activations, part: Activations, *, tensor: int) -> Activations:
         """Returns what one of `tensor` ranks holds, from measurements of whole layers and of one of `ranks` parts.
 
-        A part of the bytes is the same for any number of ranks; the rest is divided by the number of ranks. whole: the
-        measurement without split layers. part: the measurement with layers split over `ranks` ranks.
+        A part of the bytes is the same for any number of ranks; the rest is divided by the number of ranks.
+
+        whole: the measurement without split layers.
+        part: the measurement with layers split over `ranks` ranks.
         """
 
         def bytes_of(most: float, less: float) -> float:
@@ -326,7 +331,8 @@ class LoaderSizes:
     def held(self, *, samples: int, data_ranks: int) -> int:
         """Returns the bytes of training data that a rank holds.
 
-        samples: the number of samples per step of the rank. data_ranks: the number of ranks with different samples.
+        samples: the number of samples per step of the rank.
+        data_ranks: the number of ranks with different samples.
         """
         ahead = self.prefetch_bytes
         if self.num_samples is not None:
@@ -338,8 +344,8 @@ class LoaderSizes:
 class StageSizes:
     """A division of a model into pipeline stages.
 
-    layers: for each stage, the indices of the stage's layers in the model. stage_of: the stage of each parameter, by
-    parameter name.
+    layers: for each stage, the indices of the stage's layers in the model.
+    stage_of: the stage of each parameter, by parameter name.
     """
 
     layers: tuple[Sequence[int], ...]

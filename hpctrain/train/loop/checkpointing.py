@@ -31,7 +31,7 @@ from hpctrain.train.loop.settings import CheckpointPolicy
 
 
 def with_quality(state: State, *, quality: Mapping[str, float], step: int | None) -> State:
-    """Returns `state` with the metrics of the newest evaluation in its document.
+    """Returns `state` with the metrics of the newest evaluation added to its JSON document.
 
     The best checkpoint is chosen by these metrics. NaN and infinities are left out, since JSON cannot represent them. A
     checkpoint without the metric is never the best.
@@ -49,8 +49,8 @@ def with_quality(state: State, *, quality: Mapping[str, float], step: int | None
 class Checkpointing:
     """Saves the checkpoints of a run. A context manager: on exit, the save in flight is completed.
 
-    The save is also completed after an agreed error, which is an error that all ranks raise. The ranks decide together
-    through the sums of a step: each rank contributes `votes`, and `after_step` reads the sums.
+    The save is also completed after an agreed error, which is an error that all ranks raise. The ranks decide together:
+    in each step the numbers of `votes` are summed over the ranks, and `after_step` reads the sums.
 
     Args:
         policy: When and where to save.
@@ -59,7 +59,8 @@ class Checkpointing:
             time in which this rank wrote its part of a committed checkpoint.
         requests: The user's requests to save now.
         saved_step: The step whose state is already on disk; None if no state is on disk.
-        begin: A function that starts a save, as `Saver` takes it; None: saves go into the policy's directory.
+        begin: A function that starts a save, with the arguments of `CheckpointSave.begin`. None: checkpoints are saved
+            into the policy's directory.
 
     Attributes:
         times: The seconds that the newest saves took until they were committed.
@@ -101,9 +102,9 @@ class Checkpointing:
     # ------------------------------------------------------------------ in the loop
 
     def votes(self) -> dict[str, float]:
-        """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
+        """Returns this rank's numbers, by name, which each step sums over the ranks. Not collective.
 
-        The names are the same on every rank.
+        The names are the same on every rank. `after_step` gets the sums.
         """
         by_time = (
             self._comm.rank == 0
@@ -120,7 +121,7 @@ class Checkpointing:
 
         Raises the error of a background save on every rank.
 
-        sums: the votes, summed over the ranks.
+        sums: the numbers of `votes`, summed over the ranks.
         """
         if sums.get("saved", 0.0) == self._comm.num_ranks:
             with self._saving():
@@ -139,7 +140,7 @@ class Checkpointing:
         return True
 
     def num_saves_until_stop(self, step: int) -> int:
-        """Returns the number of saves for which the run must wait if it stops one step after `step`."""
+        """Returns for how many saves the run must wait if the run stops one step after `step`."""
         return 1 + (self._saver.in_flight_step is not None) + self._policy.due_by_step(step)
 
     def save(self, step: int, *, capture: Callable[[], State], again: bool = False) -> None:

@@ -26,10 +26,11 @@ def agreed_batches(
     waited: Callable[[float], None] = lambda seconds: None,
     counts_samples: bool = True,
 ) -> Iterator[Batch]:
-    """Yields `batches` with `global_skipped` set, so that `Batch.weight` is right on all ranks.
+    """Yields each batch with the number of damaged samples that all ranks have skipped in it.
 
-    Collective: each batch needs an all-reduce of two numbers. Raises the same error on every rank if a rank cannot read
-    a batch, and DataError if all samples of a global batch are damaged.
+    `Batch.weight` needs this number (`Batch.global_skipped`). Collective: each batch needs an all-reduce of two
+    numbers. Raises the same error on every rank if a rank cannot read a batch, and DataError if all samples of a global
+    batch are damaged.
 
     waited: function that is called with the seconds of each all-reduce.
     counts_samples: False if another rank reads the same samples as this rank and counts them.

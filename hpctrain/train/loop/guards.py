@@ -141,9 +141,9 @@ def largest_micro_batch(directory: Path, *, comm: Collective) -> int | None:
 class MemoryGuard:
     """Holds the number of micro-batches per step, and doubles it after a rank has run out of memory.
 
-    The ranks agree through the sums of a step: each rank contributes `votes`, and `ran_out` reads the sums. A rank that
-    has run out of memory still takes part in all reductions of the step, with the gradients that exist by then. No rank
-    uses the results of these reductions (see `accepts` of `DistributedOptimizer.step`), so buckets that ranks have
+    The ranks agree in each step: the numbers of `votes` are summed over the ranks, and `ran_out` reads the sum. A rank
+    that has run out of memory still takes part in all reductions of the step, with the gradients that exist by then. No
+    rank uses the results of these reductions (see `accepts` of `DistributedOptimizer.step`), so buckets that ranks have
     already sent do no harm.
 
     Args:
@@ -209,9 +209,11 @@ class MemoryGuard:
         return self._shortage is not None
 
     def attempt(self, compute: Callable[[int], float]) -> float:
-        """Returns `compute(num_parts)`, the loss of this rank's share, or 0 if this rank ran out of memory.
+        """Returns the loss of this rank's share of a batch, or 0 if this rank ran out of memory.
 
-        Not collective. If the run does not recover, raises OutOfMemory on this rank only.
+        compute: function that takes the number of micro-batches, computes their gradients and returns the loss.
+
+        Not collective. Raises OutOfMemory, on this rank only, if the guard was created with `recovers=False`.
         """
         self._shortage = None
         try:
@@ -248,11 +250,14 @@ class MemoryGuard:
         return found
 
     def votes(self) -> dict[str, float]:
-        """Returns the number that this rank adds to the sums of a step, by name. Not collective."""
+        """Returns this rank's number, by name, which each step sums over the ranks for `ran_out`. Not collective."""
         return {_VOTE: float(self._shortage is not None)}
 
     def ran_out(self, sums: Mapping[str, float]) -> bool:
-        """Returns True if any rank ran out of memory in this step; the same on every rank."""
+        """Returns True if any rank ran out of memory in this step; the same on every rank.
+
+        sums: the numbers of `votes`, summed over the ranks.
+        """
         return sums[_VOTE] > 0
 
     def divide(self, step: int) -> None:
@@ -327,7 +332,7 @@ RollBack = Callable[[Callable[[list[int]], int | None]], Resumed | None]
 
 @final
 class Guards:
-    """The guards of a run. Decisions follow from sums over the ranks, so that they are the same on every rank.
+    """The guards of a run. They decide from sums over the ranks, so that the decisions are the same on every rank.
 
     Args:
         divergence: The guard against divergence.

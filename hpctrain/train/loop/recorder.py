@@ -232,7 +232,7 @@ class RunRecorder:
         self._progress.say(text)
 
     def training_begins(self, position: Position, *, micro_batches: int) -> None:
-        """Reports to the sinks that training begins at `position`."""
+        """Reports to the receivers of metrics (sinks, such as an MLflow server) that training begins at `position`."""
         self.records.observe({
             "kind": "begins", "time": time.time(), "step": position.step, "samples": position.samples,
             "total_steps": self._settings.total_steps, "micro_batches": micro_batches,
@@ -264,7 +264,9 @@ class RunRecorder:
     def ends(
         self, batch: Batch, outcome: StepOutcome, *, position: Position, lr: float
     ) -> Mapping[str, float]:
-        """Records a step, after its save and evaluation. Returns the seconds of the step by name.
+        """Records a step, after the save and evaluation that follow it.
+
+        Returns the seconds that the parts of the step took, by name.
 
         position: the position after the step.
         """
@@ -375,7 +377,10 @@ class RunRecorder:
 
 @final
 class _BucketTimes:
-    """Averages the `BackwardTimes` of steps with the same buckets. A step with other buckets starts a new average."""
+    """Averages the times of backward, update and bucket readiness over steps with the same gradient buckets.
+
+    A step with other buckets starts a new average.
+    """
 
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] = ()

@@ -31,7 +31,7 @@ class EndReason:
 class EarlyEnd:
     """Decides whether the run stops early.
 
-    The ranks agree through the sums of a step: each rank contributes `votes`, and `agreed` reads the sums.
+    The ranks agree in each step: the numbers of `votes` are summed over the ranks, and `agreed` reads the sums.
 
     Args:
         request: The request to stop that this rank has received by a signal, if any.
@@ -63,9 +63,10 @@ class EarlyEnd:
             self._say(news)
 
     def votes(self, *, num_saves: int = 1, evaluates: bool = False) -> dict[str, float]:
-        """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
+        """Returns this rank's numbers, by name, which each step sums over the ranks for `agreed`. Not collective.
 
-        The arguments are those of `TimeToStop.must_stop`.
+        num_saves: number of saves for which the run must wait if it stops, including the last one.
+        evaluates: True if an evaluation comes before the next decision.
         """
         time_up = False
         if self._clock is not None:
@@ -75,7 +76,10 @@ class EarlyEnd:
         return {"stop": float(self._request.requested), "time_up": float(time_up)}
 
     def agreed(self, sums: Mapping[str, float]) -> bool:
-        """Returns True if the run stops after this step; the same on every rank."""
+        """Returns True if the run stops after this step; the same on every rank.
+
+        sums: the numbers of `votes`, summed over the ranks.
+        """
         self._time_was_up = sums["time_up"] > 0
         return self._time_was_up or sums["stop"] > 0
 

@@ -44,9 +44,9 @@ _RECORDED_AT_FACTOR = 1.5
 class SectionTimes:
     """Measures how long sections of the training (step, input, save) take, to derive time limits of waits.
 
-    Each rank contributes its times of the previous step to the sums of a step, divided by the number of ranks. So all
-    ranks use the same times, the means over the ranks. A mean is close to the longest time, since the ranks wait for
-    each other in every step and save.
+    In each step, the ranks sum their times of the previous step, divided by the number of ranks. So all ranks use the
+    same times, the means over the ranks. A mean is close to the longest time, since the ranks wait for each other in
+    every step and save.
 
     limits: the limits of this rank's waits.
     directory: the run directory, where rank 0 records the limits.
@@ -60,7 +60,7 @@ class SectionTimes:
         self._recorded: dict[Section, float] = {}
 
     def votes(self) -> dict[str, float]:
-        """Returns the numbers that this rank adds to the sums of a step, by name. Not collective.
+        """Returns this rank's numbers, by name, which each step sums over the ranks for `agreed`. Not collective.
 
         The names are the same on every rank.
         """
@@ -70,9 +70,10 @@ class SectionTimes:
         }
 
     def agreed(self, sums: Mapping[str, float], *, step: int) -> None:
-        """Updates the limits. Not collective.
+        """Updates the time limits of waits. Not collective.
 
-        sums: the votes, summed over the ranks.
+        sums: the numbers of `votes`, summed over the ranks.
+        step: the current step.
         """
         for section in (Section.STEP, Section.INPUT, Section.SAVE):
             if (seconds := sums[f"{section.value}_s"]) > 0:
@@ -110,7 +111,7 @@ class SectionTimes:
             section = Section.INPUT
 
     def _record(self, section: Section, step: int) -> None:
-        """Writes `limits.json` if the derived limit of a section has changed by a factor of 1.5 or more."""
+        """Writes `limits.json` if the time limit derived for `section` has changed by a factor of 1.5 or more."""
         slowest_s, num_measured = self.limits.slowest(section)
         if self._path is None or num_measured < RULES[section].least_measured:
             return
@@ -150,7 +151,8 @@ class Training:
         state: The state that is trained and saved.
         loader: The loader of the training data.
         held_out: The loader for evaluations; None: no evaluations.
-        identity: The data and order in which a position is valid; see `data_identity`.
+        identity: The properties of the data and their order for which a position in the data is valid; see
+            `data_identity`.
         stopping: The object that decides when to stop early.
         guards: The guards against divergence, lack of memory and unequal shares of the data.
         stragglers: The watch that compares the speeds of the ranks; None: speeds are not compared.
@@ -262,7 +264,7 @@ class Training:
         self._position = self._position.next_epoch()
 
     def _agreed(self, batches: EpochIterator) -> Iterable[Batch]:
-        """Yields the batches. Collective.
+        """Yields the batches of `batches`. Collective.
 
         If data are checked for damage, the ranks first add up how many samples each has skipped.
         """
@@ -334,7 +336,11 @@ class Training:
         return True
 
     def _votes(self, num_saves: int, *, evaluates: bool) -> dict[str, float]:
-        """Returns the numbers that this rank adds to the sums of a step, without those of the loss. Not collective."""
+        """Returns this rank's numbers, by name, which this step sums over the ranks, except the loss. Not collective.
+
+        num_saves: number of saves for which the run must wait if it stops, including the last one.
+        evaluates: True if an evaluation comes before the next decision.
+        """
         votes = self._stopping.votes(num_saves=num_saves, evaluates=evaluates) | self._checkpoints.votes()
         votes |= self._times.votes()
         if self._stragglers is not None:
@@ -347,7 +353,7 @@ class Training:
         If a rank runs out of memory, the step is computed again in smaller micro-batches. Raises DivergedError on every
         rank if too many consecutive steps were dropped.
 
-        votes: function that returns the numbers that this rank adds to the sums of the step.
+        votes: function that returns this rank's numbers, by name, which the step sums over the ranks.
         """
         updater, recorder, memory = self._state.updater, self._recorder, self._guards.memory
         step = self._position.step + 1

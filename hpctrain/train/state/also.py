@@ -22,6 +22,8 @@ _EXTRA_STATE = "_extra_state"
 def check_state(saved: Mapping[str, Any], mine: Mapping[str, Any], *, where: str) -> None:
     """Raises CheckpointError unless both states have the same names, dtypes and shapes. The error lists differences.
 
+    saved: values of the checkpoint by name.
+    mine: values of this run by name.
     where: the beginning of the message.
     """
     faults = [f"{name} is missing in the checkpoint" for name in mine if name not in saved]
@@ -74,7 +76,9 @@ def check_also(also: Mapping[str, Stateful | None]) -> None:
     """
     for name, value in also.items():
         if not isinstance(name, str) or not name or any(part in name for part in _NOT_IN_NAMES):
-            raise UsageError(f"also: {name!r} is no name for an object: give text without '/' and '::'")
+            raise UsageError(
+                f"also: an object has the name {name!r}: give it a name that is text without '/' and '::'"
+            )
         lacking = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(value, m, None))]
         if value is not None and lacking and not isinstance(value, torch.Generator):
             raise UsageError(
@@ -85,7 +89,9 @@ def check_also(also: Mapping[str, Stateful | None]) -> None:
 
 
 def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], list[Item]]:
-    """Returns the objects' states as JSON values by name, and their tensors as items named `also/NAME/KEY::KEY`.
+    """Returns the states of the user's objects as JSON values by name, and their tensors as checkpoint items.
+
+    An item is named `also/NAME/KEY::KEY`, where the keys lead to the tensor in the object's state dict.
 
     The tensors must be the same on every rank. The buffers of modules may differ: the buffers of rank 0 are saved.
     Raises CheckpointError for a state that cannot be stored.
@@ -111,7 +117,7 @@ def also_items(also: Mapping[str, Stateful | None]) -> tuple[dict[str, Any], lis
 
 
 def also_tensors(also: Mapping[str, Stateful | None]) -> dict[str, torch.Tensor]:
-    """Returns the objects' current tensors, by their names in a checkpoint."""
+    """Returns the current tensors of the user's objects, by their names in a checkpoint."""
     found: dict[str, torch.Tensor] = {}
 
     def noted(own: str, tensor: torch.Tensor) -> list[Item]:
@@ -125,7 +131,7 @@ def also_tensors(also: Mapping[str, Stateful | None]) -> dict[str, torch.Tensor]
 
 
 def check_same_on_ranks(document: Mapping[str, Any], *, comm: Collective) -> None:
-    """Raises CheckpointError on every rank if the objects' states differ between the ranks. Collective.
+    """Raises CheckpointError on every rank if the states of the user's objects differ between the ranks. Collective.
 
     The error names the first value that differs. The contents of tensors are not compared here, but during the save.
 
@@ -155,7 +161,9 @@ def also_states(
     *,
     where: str,
 ) -> dict[str, Any]:
-    """Returns the saved state of each object.
+    """Returns the saved state of each of the user's objects.
+
+    also: the user's objects by name; None in place of an object that is not loaded.
 
     Raises CheckpointError if the checkpoint has other objects than `also`, or other tensors of a module.
 
@@ -187,7 +195,10 @@ def also_states(
 
 
 def load_also(also: Mapping[str, Stateful | None], states: Mapping[str, Any], *, comm: Collective) -> None:
-    """Loads each object's state. Raises the same CheckpointError on every rank if an object fails. Collective."""
+    """Loads the state of each of the user's objects. Collective.
+
+    Raises the same CheckpointError on every rank if an object fails to load.
+    """
     error: CheckpointError | None = None
     for name, state in states.items():
         value = also[name]
@@ -213,7 +224,7 @@ def _where(name: str) -> str:
 
 
 def _buffers(value: object) -> set[str]:
-    """Returns the names of a module's state entries that are not parameters; empty for any other object."""
+    """Returns the names of the entries of a module's state dict that are not parameters; empty for any other object."""
     if not isinstance(value, torch.nn.Module):
         return set()
     return value.state_dict().keys() - {name for name, _ in value.named_parameters(remove_duplicate=False)}

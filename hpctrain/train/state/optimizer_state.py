@@ -135,7 +135,7 @@ class OptimizerState:
         return {name: shard for name, shard in found.items() if shard is not None}
 
     def capture(self) -> tuple[dict[str, Any], list[Item]]:
-        """Returns the optimizer's entry of the checkpoint's document, and its tensors. Not collective.
+        """Returns the optimizer's entry for the checkpoint's JSON document, and its tensors. Not collective.
 
         Raises CheckpointError if the state cannot be saved.
         """
@@ -185,7 +185,7 @@ class OptimizerState:
         Raises CheckpointError if the state is of another optimizer, and KeyError, TypeError or ValueError if the state
         is not valid.
 
-        saved: the optimizer's entry of the checkpoint's document.
+        saved: the optimizer's entry in the checkpoint's JSON document.
         tensors: the tensors of the checkpoint that this rank needs, by name.
         """
         if saved["class"] != type(self.optimizer).__name__:
@@ -285,7 +285,9 @@ class OptimizerState:
         return groups
 
     def _begun(self, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the options of group `number` with which the run began, but only those that have changed since.
+        """Returns the options with which the run began, but only those that have changed since.
+
+        number: index of the parameter group.
 
         options: the present options of the group.
         """
@@ -305,7 +307,7 @@ class OptimizerState:
         learning rates are taken, and options that the optimizer adds while it steps.
 
         begun: the options with which this run began.
-        theirs: the group in the checkpoint's document.
+        theirs: the group's entry in the checkpoint's JSON document.
         """
         saved = theirs["options"]
         if "made_with" in theirs:
@@ -317,7 +319,10 @@ class OptimizerState:
         return {**begun, **{key: value for key, value in saved.items() if key in taken}}
 
     def _check_groups(self, saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> None:
-        """Raises CheckpointError unless the groups have the same parameters in the same order.
+        """Raises CheckpointError unless the parameter groups have the same parameters in the same order.
+
+        saved: the groups in the checkpoint.
+        mine: the groups of this run's optimizer.
 
         The error names the difference.
         """
@@ -397,9 +402,9 @@ def _as_before(old: Any, new: Any) -> Any:
 
 
 def _restore_types(loaded: Any, saved: Any) -> None:
-    """Undoes the conversions that `Optimizer.load_state_dict` has made in `loaded`.
+    """Undoes the conversions that `Optimizer.load_state_dict` has made in `loaded`, with the values of `saved`.
 
-    It converts tensors to the dtype of the parameter, and does not keep texts.
+    That method converts tensors to the dtype of the parameter, and does not keep texts.
     """
     for key, value in saved.items() if isinstance(saved, dict) else ():
         found = loaded.get(key)

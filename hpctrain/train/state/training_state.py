@@ -235,7 +235,8 @@ class TrainingState:
 
         tensors: every tensor of the checkpoint by name, with its saved shape and dtype. Of tensors for which `regions`
         returned boxes, only these boxes.
-        identity: see `capture`.
+        identity: properties of the data and their order, which are compared with those in the checkpoint; see
+        `data_identity`.
         """
         document = checkpoint.document
         error: CheckpointError | None = None
@@ -294,7 +295,7 @@ class TrainingState:
     # ------------------------------------------------------------------ details
 
     def _averages(self) -> list[Item]:
-        """Returns the averaged model as items `ema/NAME`: the averages, and the model's buffers."""
+        """Returns the averages and the model's buffers as tensors for a checkpoint, with names `ema/NAME`."""
         items: list[Item] = []
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         for name, tensor in (self.ema.tensors() if self.ema is not None else {}).items():
@@ -355,26 +356,26 @@ def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
 
 
 def _rows_of(shape: tuple[int, ...], first: int, stop: int) -> Box:
-    """Returns the box of the rows first, ..., stop - 1 of a tensor of this shape."""
+    """Returns the box (offset, shape) of the rows first, ..., stop - 1 of a tensor of this shape."""
     return (first, *(0 for _ in shape[1:])), (stop - first, *shape[1:])
 
 
 def _position_in(document: Mapping[str, Any]) -> Position:
-    """Returns the position in a checkpoint's document.
+    """Returns the position (the progress of the training) in a checkpoint's JSON document.
 
-    Raises KeyError, TypeError or ValueError unless it consists of four integers of 0 or more.
+    Raises KeyError, TypeError or ValueError unless the position consists of four integers of 0 or more.
     """
     found = {field.name: document["position"][field.name] for field in fields(Position)}
     wrong = {name: n for name, n in found.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
     if wrong:
-        raise ValueError(f"its position is {wrong!r:.100}")
+        raise ValueError(f"its position must have integers of 0 or more, but has {wrong!r:.100}")
     return Position(**found)
 
 
 def _saved(held: StateTensor) -> Replicated | TensorShard:
-    """Converts a tensor of the updater to a checkpoint item.
+    """Converts a tensor of the updater's state to a tensor for a checkpoint.
 
-    The item is replicated if this rank holds the whole tensor, otherwise a shard.
+    The result is a replicated tensor if this rank holds the whole tensor, otherwise a shard.
     """
     name = f"{_UPDATER}{held.name}"
     if tuple(held.tensor.shape) == held.global_shape:
@@ -434,7 +435,7 @@ class FiniteCheck:
         self._said = False
 
     def before_save(self, model: torch.nn.Module, *, step: int) -> None:
-        """Checks the parameters and buffers that the checkpoint of `step` will hold.
+        """Warns if parameters or buffers that the checkpoint of `step` will hold are not finite.
 
         Collective: each rank checks a share of the values.
         """
@@ -496,7 +497,10 @@ def resume(
     else:
         found = load_newest_good(source, comm=comm, regions=regions)
         if found is None and named:
-            raise CheckpointError(f"--resume {source}: there is no checkpoint", agreed=True)
+            raise CheckpointError(
+                f"--resume {source}: there is no checkpoint: give a checkpoint, or a folder with one",
+                agreed=True,
+            )
         if found is None:
             return Resumed(position=Position(), path=None)
         checkpoint, tensors = found.checkpoint, found.tensors

@@ -58,7 +58,7 @@ class TrainingParts:
         outside: The optimizer's parameters that are not in the model, by name.
         made_with: The optimizer's options at the first `load_state`; before that, when the updater was made.
         trained: The ids (`id()`) of the trained parameters.
-        has_begun: True if `load` has set `made_with`.
+        has_begun: True if the first `load_state` has set `made_with`.
         noted: True if the user was told that the state of a scheduler is not saved.
     """
 
@@ -160,7 +160,7 @@ class Trainings:
         Raises UsageError for an updater of another session.
 
         seed: the seed of the run.
-        also: see `Session.save_state`.
+        also: the user's objects that are saved too, by name.
         """
         parts = self._parts_of(updater)
         return TrainingState(
@@ -178,7 +178,7 @@ class Trainings:
         options: SaveOptions | None,
         also: Mapping[str, Stateful | None],
     ) -> Path:
-        """Saves an updater's training; see `Session.save_state`. Collective."""
+        """Saves the training of `updater` as a checkpoint in `directory`; see `Session.save_state`. Collective."""
         state, identity = self._state_of(updater, loader, also)
         saved = agreed(
             self._world,
@@ -200,7 +200,10 @@ class Trainings:
         loader: Loader | None,
         also: Mapping[str, Stateful | None],
     ) -> Position:
-        """Restores an updater's training; see `Session.load_state`. Collective."""
+        """Restores the training of `updater` from `source`, and returns the position. Collective.
+
+        See `Session.load_state`.
+        """
         parts = self._parts.get(updater)
         if parts is not None and not parts.has_begun:
             # By now the user has made the schedulers, which change options when they are made.

@@ -35,7 +35,7 @@ class LossWeights:
     Args:
         task: The task.
         comm: The communicator of all ranks; None: there is one rank.
-        counts: False on a rank whose samples another rank counts.
+        counts: False on a rank that computes the same samples as another rank, which counts them.
         unit: The unit of an earlier start of this run; None: the ranks choose a unit.
         every_step: True to agree on a unit in each step.
     """
@@ -94,7 +94,7 @@ class LossWeights:
     def end_step(self) -> None:
         """Ends a step. On a rank that had no loss to weight, takes part in the agreement of the ranks.
 
-        Collective in a step in which the ranks agree.
+        Collective in the first step and, with `every_step` and a task that gives weights, in each step.
         """
         self._agree(given=self._given)
 
@@ -110,7 +110,8 @@ class LossWeights:
     def agree_before(self, parts: Iterable[Batch]) -> None:
         """Agrees on the weights of a whole step before its losses are computed, if the task has a method `weight`.
 
-        Collective in a step in which the ranks agree. Raises UsageError on all ranks for an invalid weight.
+        Collective in the first step and, with `every_step`, in each step. Raises UsageError on all ranks for an invalid
+        weight.
         """
         if not self._asks or self._method is None:
             return
@@ -165,7 +166,7 @@ class LossWeights:
         return loss, factor
 
     def _agree(self, *, given: bool | None, error: HpctrainError | None = None) -> None:
-        """Exchanges whether the task gives weights, and chooses the unit.
+        """Exchanges whether the task gives weights, and chooses the unit, by which all weights are divided.
 
         Collective in a step in which the ranks agree.
 

@@ -31,9 +31,13 @@ class PipelineRunner:
         rows: The number of samples per micro-batch. A smaller micro-batch is padded, so that all micro-batches have the
             same shape; the loss covers only real samples.
         scaled: A function that multiplies a loss by its weight, as `SplitModelUpdater.scaled` does.
-        dtype, autocast, counts_samples, comm, loss_unit: See `TaskRunner`.
-        units_every_step: See `TaskRunner`. Used only if the task has a method `weight`: weights that the task's `loss`
-            returns become known only while the schedule of the pipeline runs.
+        dtype: The dtype to which the floating-point fields of a batch are converted; None: they keep their dtypes.
+        autocast: A function that creates the context in which forward runs.
+        counts_samples: False on a rank whose samples another rank counts.
+        comm: The communicator of all ranks; None: there is one rank.
+        loss_unit: See `unit` of `LossWeights`.
+        units_every_step: See `every_step` of `LossWeights`. Used only if the task has a method `weight`: weights that
+            the task's `loss` returns become known only while the schedule of the pipeline runs.
     """
 
     device_s = 0.0
@@ -107,7 +111,7 @@ class PipelineRunner:
         return float(torch.stack(losses).sum()) if losses and self.counts_samples else 0.0
 
     def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None] | None:
-        """Evaluates a batch; see `Runner.metrics`. Returns None except on ranks with the last stage."""
+        """Evaluates a batch; see `Runner.metrics`. Returns None on ranks without the last stage."""
         real = batch.real().to(self.device, dtype=self._dtype)
         parts = -(-real.num_samples // self._rows)
         with self._draws_as_before():
@@ -128,7 +132,7 @@ class PipelineRunner:
         """Returns the model's inputs for all micro-batches, concatenated, each padded to the same number of rows.
 
         Padding repeats the last row of a micro-batch. A micro-batch without samples is filled with a row of another
-        micro-batch. See `_asked` for the device.
+        micro-batch. On ranks without the first stage, the inputs are on the meta device.
         """
         with self._draws_as_before():
             found = [self._asked(part) if part.num_samples > 0 else None for part in parts]
@@ -141,7 +145,7 @@ class PipelineRunner:
                 raise UsageError(
                     f"the task's loss calls its model with {filling.dtype} of shape {list(filling.shape[1:])} per "
                     f"sample in one micro-batch and {inputs.dtype} of shape {list(inputs.shape[1:])} in another one of "
-                    "the same step: in a pipeline these are equal, so pad the samples"
+                    "the same step: in a pipeline, dtype and shape must be equal, so pad the samples"
                 )
         return self._joined([inputs if inputs is not None else filling for inputs in found], rows=self._rows)
 
@@ -173,12 +177,13 @@ class PipelineRunner:
             inputs = found.inputs
         else:
             raise UsageError(
-                "the task's loss did not call its model: in a pipeline the call passes the batch to the first stage"
+                "the task's loss did not call its model: in a pipeline it must, since the call passes the batch to "
+                "the first stage"
             )
         if inputs.shape[:1] != (part.num_samples,):
             raise UsageError(
                 f"the task's loss calls its model with a tensor of shape {list(inputs.shape)} for {part.num_samples} "
-                "samples: in a pipeline they lie along dimension 0"
+                "samples: in a pipeline, the samples must lie along dimension 0"
             )
         return inputs if self._pipeline.has_first else inputs.to("meta")
 
@@ -209,7 +214,9 @@ class _Asked(torch.nn.Module):
 
     def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
         if options or len(arguments) != 1 or not isinstance(arguments[0], torch.Tensor):
-            raise UsageError("in a pipeline the task calls its model with one tensor: model(inputs)")
+            raise UsageError(
+                "in a pipeline the task must call its model with exactly one tensor: model(inputs)"
+            )
         raise _InputsFound(arguments[0])
 
 
@@ -222,6 +229,8 @@ class _Given(torch.nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         if self._output is None:
-            raise UsageError("in a pipeline the task's loss and metrics call their model once")
+            raise UsageError(
+                "the task called its model again: in a pipeline, loss and metrics must each call it once"
+            )
         output, self._output = self._output, None
         return output

@@ -52,8 +52,9 @@ class TaskRunner:
         autocast: A function that creates the context in which forward runs.
         counts_samples: False on a rank whose samples another rank counts, because both hold parts of the same layers.
         comm: The communicator of all ranks; None: there is one rank.
-        loss_unit: See `unit` of `LossWeights`.
-        units_every_step: See `every_step` of `LossWeights`.
+        loss_unit: The number by which an earlier start of this run divided the task's weights; see `unit` of
+            `LossWeights`.
+        units_every_step: True to choose this number in each step; see `every_step` of `LossWeights`.
     """
 
     device_s = 0.0
@@ -208,7 +209,10 @@ class TaskRunner:
         return self.task.loss(self.model, part.real().fields)
 
     def metrics(self, batch: Batch) -> tuple[Mapping[str, float], float | None]:
-        """Evaluates a batch; see `Runner.metrics`."""
+        """Returns the means of the task's metrics over the samples of the batch, and their weight.
+
+        See `Runner.metrics`.
+        """
         real = batch.real().to(self.device, dtype=self._dtype)
         with self._autocast():
             return metrics_and_weight(

@@ -59,14 +59,14 @@ def test_blocks_that_are_named_take_the_place_of_those_that_are_found() -> None:
 @pytest.mark.parametrize(
     ("names", "match"),
     [
-        (["decoder.*"], r"blocks name 'decoder\.\*', which the model does not have; it has encoder, "),
+        (["decoder.*"], r"`blocks` names 'decoder\.\*', which the model does not have; it has encoder, "),
         (
             ["encoder"],
-            r"blocks name encoder, which only contains other modules: name those instead, as encoder\.\*",
+            r"`blocks` names encoder, which only contains other modules: name those instead, as encoder\.\*",
         ),
         (
             ["encoder.second", "encoder.second.0"],
-            "blocks name encoder.second.0 and encoder.second, which contains it",
+            "`blocks` names encoder.second.0 and encoder.second, which contains it",
         ),
     ],
 )

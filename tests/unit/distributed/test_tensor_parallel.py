@@ -198,7 +198,7 @@ class FaultyBlocks(Digits):
         (FaultyPlan, {}, "tests:Digits.tensor_plan raised KeyError: 'heads'"),
         (
             OtherBlocks, {"parallel": {"shard": "parameters"}},
-            r"tests:Digits\.parallel_blocks: blocks name 'layers\.\*', which the model does not have",
+            r"tests:Digits\.parallel_blocks: `blocks` names 'layers\.\*', which the model does not have",
         ),
         (
             FaultyBlocks, {"parallel": {"shard": "parameters"}},

@@ -312,7 +312,7 @@ def test_objects_that_do_not_fit_are_named(session: Session, tmp_path: Path) -> 
     updater = session.distributed_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     refused: list[tuple[Any, type[HpctrainError], str]] = [
         ({"s": 3}, UsageError, r"also\['s'\] is a int, which has no state_dict\(\)"),
-        ({"a/b": Odd()}, UsageError, "no name for an object"),
+        ({"a/b": Odd()}, UsageError, "an object has the name"),
         ({"s": Odd({"x": [object()]})}, CheckpointError, r"also\['s'\]\['x'\]\['0'\] is a builtins.object"),
     ]
     for also, kind, message in refused:

@@ -36,7 +36,7 @@ _READERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchFolders:
-    """The folders that one rank writes to.
+    """The folders in which one rank states what it is doing.
 
     shared: folder of all ranks, in the run directory.
     local: folder of the ranks of this node.
@@ -55,13 +55,13 @@ class WatchFolders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """Contents of one node's file.
+    """Contents of the file that one node writes for all other nodes.
 
     written: when the file was written, in seconds since 1970 by the clock of that node. The positions use this clock.
     addresses, port: where other hosts can probe the node's host (`hpctrain.comm.watchdog.host_probe`). `port` is None
     if the host cannot be probed.
     reached: for each other host, True if it answered the last probe of at least one rank of the node.
-    positions: position of each rank of the node.
+    positions: what each rank of the node is doing.
     """
 
     node: int
@@ -81,7 +81,7 @@ def position_path(local: Path, *, rank: int) -> Path:
 
 
 def calls_path(directory: Path) -> Path:
-    """Returns the folder that contains the files of `call_path`."""
+    """Returns the folder of the files that ask ranks to print their stacks (see `call_path`)."""
     return directory / "called"
 
 
@@ -130,7 +130,10 @@ def read_local(local: Path) -> dict[int, RankPosition]:
 
 
 def _position(fields: dict[str, Any]) -> RankPosition:
-    """Builds a position from its JSON fields. Raises KeyError, TypeError or AttributeError for wrong fields."""
+    """Builds a rank's position (what the rank is doing) from the JSON fields of its file.
+
+    Raises KeyError, TypeError or AttributeError for wrong fields.
+    """
     groups = {name: GroupPosition(**values) for name, values in fields.pop("groups").items()}
     activity = fields.pop("activity", None)
     return RankPosition(**fields, groups=groups, activity=None if activity is None else Activity(**activity))
@@ -164,9 +167,9 @@ def status_of_node(
     addresses: Sequence[str] = (),
     port: int | None = None,
 ) -> NodeStatus:
-    """Combines the positions of a node's ranks into the status of the node.
+    """Combines the positions of a node's ranks (what each rank is doing) into the contents of the node's file.
 
-    probed_within_s: largest age in seconds of a position whose probe results are used.
+    probed_within_s: results of probes of other hosts are used only from positions up to this age in seconds.
     """
     reached: dict[str, bool] = {}
     for position in positions.values():
@@ -180,7 +183,7 @@ def status_of_node(
 
 
 def write_node(status: NodeStatus, *, shared: Path, rank: int) -> None:
-    """Replaces a node's file. Raises OSError.
+    """Replaces the file of a node by one that contains `status`. Raises OSError.
 
     rank: the rank that writes. This number is part of the temporary file's name, since for a moment two ranks may be
     leaders.
@@ -289,7 +292,11 @@ def node_identity(directory: Path) -> str:
 
 
 def local_folder(parent: Path, *, run: str, leader: int) -> Path:
-    """Returns the path of a node's folder. run: text that is unique to this run. leader: lowest rank of the node."""
+    """Returns the path of a node's folder.
+
+    run: text that is unique to this run.
+    leader: lowest rank of the node.
+    """
     return parent / f"{_PREFIX}{run}-{leader}"
 
 
@@ -308,10 +315,11 @@ def make_local_folder(path: Path) -> LocalFolder:
 
 @final
 class LocalFolder:
-    """A rank's hold on the folder of its node: no process removes a folder that a rank holds. Raises OSError.
+    """A rank's hold on the folder of its node: no process removes a folder that a rank holds.
 
     The last rank that releases its hold removes the folder. The hold is a shared lock, which ends with the process.
-    Ranks that are killed leave the folder behind; `make_local_folder` of a later run on the same node removes it.
+    Ranks that are killed leave the folder behind; `make_local_folder` of a later run on the same node removes it. The
+    constructor raises OSError if the folder cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -412,9 +420,12 @@ def announce_from_node(ending: Ending, *, shared: Path, local: Path, after_s: fl
 
 
 def _announce_without_link(text: str, *, directory: Path) -> Ending | None:
-    """Does the same as `announce_ending`, without hard links: for a moment the file exists and is empty.
+    """Announces the end of the run like `announce_ending`, on filesystems without hard links.
 
-    Returns the published announcement; None if the file stays empty.
+    Returns the announcement that was published first; None if its file stays empty. For a moment the file exists and is
+    empty.
+
+    text: the announcement as JSON.
     """
     with contextlib.suppress(FileExistsError), ending_path(directory).open("x") as file:
         file.write(text)
@@ -424,7 +435,7 @@ def _announce_without_link(text: str, *, directory: Path) -> Ending | None:
 def wait_for_ending(directory: Path, *, within_s: float, since: float = 0.0) -> Ending | None:
     """Waits for the announcement that the run ends, and returns it; None if there is none within `within_s` seconds.
 
-    since: as in `read_ending`.
+    since: time in seconds since 1970; an older announcement is ignored.
     """
     until = time.monotonic() + within_s
     while (found := read_ending(directory, since=since)) is None and time.monotonic() < until:

@@ -47,7 +47,7 @@ _ASKED_EVERY_S = 1.0  # between two files of a node on which a rank is late
 
 @final
 class NodeLeader:
-    """Does the leader's work whenever `lead` is called.
+    """Copies information between the folder of this node and the run directory whenever `lead` is called.
 
     Every rank has such an object, so that any rank can take over from a leader that no longer writes its file.
     """
@@ -64,7 +64,7 @@ class NodeLeader:
         is_alarmed: Callable[[], bool],
         mismatch: Callable[[SignatureMismatch], None],
     ) -> None:
-        """Prepares for leading; writes nothing yet.
+        """Creates the object; writes nothing yet.
 
         ranks: ranks of this node.
         since: start of this attempt, in seconds since 1970; older files are ignored.
@@ -119,7 +119,8 @@ class NodeLeader:
     def lead(self, *, ends: bool) -> None:
         """Copies new information from the run directory to the node's folder, and writes the node's file if it is due.
 
-        Copied are the announcement of the end, alarms, and requests for stacks. Raises OSError.
+        Copied are the announcement that the run ends, alarms (an operation is late), and requests that a rank prints
+        its stacks. Raises OSError.
 
         ends: True if the ranks of this node already know that the run ends.
         """
@@ -155,7 +156,12 @@ class NodeLeader:
                     path.unlink(missing_ok=True)
 
     def _compare(self, status: NodeStatus) -> None:
-        """Checks that all ranks have passed equal arguments to an operation that takes long."""
+        """Checks that all ranks have passed equal arguments to an operation that takes long.
+
+        Reads the files of some other nodes.
+
+        status: contents of this node's file.
+        """
         due = self._comparisons.due(status.positions.values())
         if not due:
             return

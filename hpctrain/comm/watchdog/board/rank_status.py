@@ -186,9 +186,10 @@ def nodes_of_ranks(
 class Positions:
     """What the files of some nodes contain at one moment.
 
-    by_rank: position of each rank that has written one, except on silent nodes. `written` is converted to the reader's
-    clock.
-    silent_nodes: for each node without a recent file, the age in seconds of its last file; None if there is no file.
+    by_rank: position of each rank that has written a file, except of ranks on silent nodes. The time `written` of each
+    position is converted to the reader's clock.
+    silent_nodes: the silent nodes are those without a recent file. For each, the age in seconds of its last file; None
+    if there is no file.
     unread_nodes: indices of the nodes whose file could not be read in time.
     reached: reached[a][b] is True if host b answered a probe from host a.
     """
@@ -250,13 +251,14 @@ def find_absent(
 ) -> list[Absence]:
     """Returns the `members` that, by their files, have not started operation `sequence` of the communicator `group`.
 
-    A rank without a file counts as absent. The ranks of a silent node form one absence. Ranks of a node whose file
-    could not be read are left out.
+    A rank without a file counts as absent. The ranks of a silent node (a node without a recent file) form one
+    `Absence`. Ranks of a node whose file could not be read are left out.
 
     now: current time, in seconds since 1970.
-    usual_silence_s: age of a file above which the message states how long the rank has been silent.
-    waited_s: seconds since the operation started. The message states no longer silence, because a rank that took part
-    in the previous operation was alive then.
+    usual_silence_s: if a rank's file is older than this, in seconds, the message states how long the rank has been
+    silent.
+    waited_s: seconds since the operation started. The stated silence is at most this long if there was a previous
+    operation, because the rank was alive then.
     """
     at_most_s = waited_s if sequence > 1 else None
     absent = []
@@ -309,7 +311,7 @@ def find_silent(
     usual_silence_s: float,
     waited_s: float,
 ) -> list[Absence]:
-    """Returns those of `ranks` that have written nothing for `usual_silence_s` seconds: they are stopped or cut off.
+    """Returns those of `ranks` whose file is older than `usual_silence_s` seconds: they are stopped or cut off.
 
     A stopped rank also blocks groups to which it does not belong if the backend serves all groups in one thread, as
     Horovod does.
@@ -421,7 +423,7 @@ class IdleSince:
         self._last: dict[int, Activity] = {}
 
     def update(self, positions: Positions) -> None:
-        """Adds newly read positions of the ranks, which contain the CPU time of their processes."""
+        """Adds newly read positions of the ranks. A position contains the CPU time of the rank's process."""
         for rank, position in positions.by_rank.items():
             if position.activity is not None and not self._is_idle(rank, position.activity):
                 self._last[rank] = position.activity
@@ -507,7 +509,10 @@ _COMPARISONS = 3  # per operation, since ranks enter it and renew their files at
 
 @dataclass(slots=True)
 class ComparisonSchedule:
-    """Decides when the ranks' signatures of an operation are compared. timeout_s: time limit of an operation."""
+    """Decides when it is checked whether all ranks have passed equal arguments to an operation that takes long.
+
+    timeout_s: time limit of an operation in seconds.
+    """
 
     timeout_s: float
     _after_s: float = field(init=False)
@@ -517,11 +522,12 @@ class ComparisonSchedule:
         self._after_s = min(_COMPARE_AFTER_S, self.timeout_s / 4)
 
     def due(self, positions: Iterable[RankPosition]) -> dict[str, int]:
-        """Returns the communicators whose ranks' arguments of the current operation are to be compared now.
+        """Returns the communicators for whose current operation the ranks' arguments must be compared now.
 
-        Each is returned with the number of comparisons of the same operation that remain afterwards.
+        The key is the name of the communicator; the value is the number of comparisons of the same operation that
+        remain afterwards.
 
-        positions: positions of the ranks of one node.
+        positions: what each rank of one node is doing.
         """
         longest: dict[str, GroupPosition] = {}
         for position in positions:

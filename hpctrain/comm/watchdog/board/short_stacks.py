@@ -33,7 +33,10 @@ class Frame(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A stack frame as it is printed. package: the library that contains it; "" for the user's code."""
+    """A stack frame as it is printed.
+
+    package: the library that contains it; "" for the user's code.
+    """
 
     package: str
     text: str
@@ -131,6 +134,9 @@ class StackGroup:
 
 def fold_stacks(late: Mapping[int, str], waiting: Mapping[int, str]) -> list[StackGroup]:
     """Groups ranks with equal stacks: the groups of late ranks first, then those of waiting ranks. Pure.
+
+    late: the stack of each rank for which other ranks wait.
+    waiting: the stack of each rank that waits.
 
     Among the late ranks, small groups come first, since a hang is usually caused by few ranks. Among the waiting ranks,
     large groups come first.

@@ -1,4 +1,4 @@
-"""The status board: files in which each rank writes its position and reads the positions of other ranks.
+"""The status board: files in which each rank states what it is doing (its position), for the other ranks to read.
 
 Normally only the board's own thread accesses these files: if the filesystem hangs, that thread is blocked, but the
 watcher's deadline still works. As long as a rank's operations start and end as often as before, the thread touches no
@@ -69,8 +69,10 @@ def join_positions(
     silent_after_s: float,
     probed_within_s: float,
 ) -> Positions:
-    """Combines the statuses of `nodes` into the positions of their ranks at `now` (seconds since 1970).
+    """Combines the contents of the nodes' files into what each rank was doing at `now` (seconds since 1970).
 
+    statuses: contents of the files that could be read.
+    nodes: indices of the nodes whose files were requested.
     unread: indices of the nodes whose file could not be read.
     silent_after_s: age in seconds of a node's file above which the node counts as silent.
     probed_within_s: age in seconds of a node's file above which its probe results are ignored.
@@ -140,7 +142,11 @@ class PositionReader:
         )  # fmt: skip
 
     def absent(self, track: Track, positions: Positions) -> list[Absence]:
-        """Returns the other members of `track` that have not started its current operation."""
+        """Returns the other ranks that have not started the current operation of a communicator.
+
+        track: this rank's state of that communicator.
+        positions: what each rank is doing, from `read`.
+        """
         return find_absent(
             positions,
             members=[rank for rank in track.members if rank != self._folders.rank],
@@ -161,11 +167,12 @@ class PositionReader:
         reached: Mapping[str, bool],
         within_s: float,
     ) -> HangEvidence:
-        """Returns which members of `track` have not started the current operation, and which members wait in it.
+        """Returns which ranks have not started the operation that this rank waits in, and which ranks wait in it.
 
-        If all members have started the operation, the silent ranks outside the group are returned as absent instead.
+        If all ranks of the communicator have started the operation, the ranks outside of the communicator that have
+        written nothing for long are returned as absent instead.
 
-        track: this rank's longest wait; None if this rank is in no operation.
+        track: state of the communicator on which this rank has waited longest; None if this rank is in no operation.
         world: all ranks.
         here: name of this host.
         reached: for each other host, whether it answered this rank's probe.
@@ -243,7 +250,7 @@ class Board:
         hold: this rank's hold on the folder of the node, if it has one already.
         timeout_s: time limit of an operation.
         since: start of this attempt, in seconds since 1970; older files are ignored.
-        tracks: function that returns the track of each communicator, the world's first.
+        tracks: function that returns the state (`Track`) of each communicator, the world's first.
         step: function that returns the current step.
         doing: function that returns the label of the current activity.
         section: function that returns the name of the section of the run that this rank is in; "" for none.
@@ -412,7 +419,7 @@ class Board:
         )
 
     def _learn(self) -> None:
-        """Finds out which hosts answer, once the watcher knows of other hosts."""
+        """Finds out which other hosts answer probes, once the watcher knows the addresses of the other hosts."""
         if self._reach.others is None:
             return
         self._tries_left -= 1
@@ -423,7 +430,9 @@ class Board:
     # ---- late operations
 
     def raise_alarm(self, track: Track) -> None:
-        """Makes every rank probe the other hosts, and makes the ranks that are absent from `track` print their stacks.
+        """Makes every rank probe the other hosts, and makes the ranks that hold up an operation print their stacks.
+
+        track: state of the communicator of that operation. The ranks are those that have not started the operation.
 
         Of several ranks that call this, the first on each node raises the alarm on its node, and the first of all
         raises the alarm for all nodes. Ranks that call at the same moment may all do so.
@@ -441,10 +450,12 @@ class Board:
             call(self._local if rank in self._node_ranks else self._shared, rank=rank)
 
     def asks(self, track: Track) -> bool:
-        """Returns True if this rank is to examine whether the ranks absent from `track` are hung.
+        """Returns True if this rank must examine whether the ranks that have not started an operation are hung.
 
-        The first four members of the group, and the first member on each of the group's first four nodes, are to
-        examine this. Several ranks do so, because some of these ranks may be absent themselves.
+        track: state of the communicator of that operation.
+
+        The first four ranks of the communicator, and its first rank on each of its first four nodes, examine this.
+        Several ranks do so, because some of them may be absent themselves.
         """
         placement = self.folders.placement
         if self.rank in track.members[:_CALLING_RANKS]:
@@ -456,7 +467,11 @@ class Board:
         )
 
     def find_hung(self, track: Track, *, idle: IdleSince, limits: EarlyLimits) -> list[str]:
-        """Returns the absent ranks that are hung, with the reasons; see `rank_status.find_hung`. Updates `idle`."""
+        """Returns one text per hung rank that holds up an operation, with the reason; see `rank_status.find_hung`.
+
+        track: state of the communicator of that operation.
+        idle: record of the ranks' CPU times, which this method updates.
+        """
         positions = self._reader.read(track.members, within_s=_READING_MAY_TAKE_S)
         idle.update(positions)
         return find_hung(
@@ -481,7 +496,12 @@ class Board:
             )
 
     def find(self, track: Track | None, *, within_s: float) -> HangEvidence:
-        """Returns what the files of all nodes show about the operation of `track`; see `PositionReader.find`."""
+        """Returns which ranks hold up an operation, and which wait in it, from the files of all nodes.
+
+        track: state of the communicator of that operation; None if this rank is in no operation.
+
+        See `PositionReader.find`.
+        """
         return self._reader.find(
             track, world=self._tracks()[0].members, here=self._reach.here, reached=self._reach.found,
             within_s=within_s,

@@ -29,7 +29,7 @@ _CAUSES_OF_ERRORS = {
 
 
 def find_causes(seen_: Observations) -> list[LikelyCause]:
-    """Returns the causes, the most probable first; [] if everything that was compared is equal."""
+    """Returns the causes of the observed differences, the most probable first; [] if everything compared is equal."""
     if seen_.refused is not None:
         text = "the run ends with an error, on 1 rank already"
         return [
@@ -86,7 +86,7 @@ def _idle(seen_: Observations) -> Iterator[LikelyCause]:
 def _steps_left_out(seen_: Observations, found: list[LikelyCause]) -> Iterator[LikelyCause]:
     """Yields a finding about steps that only some runs apply, or that all runs skip.
 
-    Otherwise yields one if values are not finite, or all gradients are 0, though all steps are applied.
+    If all runs apply all steps, yields a finding if values are not finite or all gradients are 0.
     """
     if seen_.is_idle:
         return
@@ -238,7 +238,10 @@ def cause_of_error(failure: str) -> Cause:
 
 
 def _refused(seen_: Observations, failure: str) -> LikelyCause:
-    """Returns the finding about an error that only the run on several ranks raises."""
+    """Returns the finding about an error that only the run on several ranks raises.
+
+    failure: the name of the error's class, a colon, and the text of the error.
+    """
     evidence = (
         seen(seen_.ranks_against_one, seen_.ranks)
         if seen_.ranks.failure

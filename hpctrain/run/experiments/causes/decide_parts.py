@@ -80,7 +80,7 @@ def _resumes_equal(observed: Observations) -> bool:
 
 
 def _own_random(observed: Observations) -> LikelyCause:
-    """Returns the finding that content or order of samples depends on a generator that the run does not seed."""
+    """Returns the finding that content or order of samples depends on a random generator that the run does not seed."""
     samples = observed.samples
     found = list(samples.content_changes or samples.content_unstable)[:3]
     shown = f", such as {found}," if found and samples.is_numbered else ""
@@ -108,7 +108,7 @@ def _own_random(observed: Observations) -> LikelyCause:
 
 
 def _times(repeated: Mapping[str, int], samples: SampleFacts) -> str:
-    """Returns text that says how often some samples are repeated; empty if their indices are not known."""
+    """Returns text that says how often some samples are repeated; empty if the indices of the samples are not known."""
     if not samples.is_numbered:
         return ""
     return ": " + ", ".join(f"{name} ({times} times)" for name, times in list(repeated.items())[:3])
@@ -182,7 +182,7 @@ def division_findings(seen_: Observations) -> Iterator[LikelyCause]:
 
 
 def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> LikelyCause | None:
-    """Returns the finding that a sum over parts or ranks has a wrong factor or wrong weights; None if it has not."""
+    """Returns the finding that a sum over the parts of a batch or over ranks has a wrong factor or weights, or None."""
     if loss.mixes is not None:
         return None
     if loss.kind == SUM:
@@ -206,9 +206,9 @@ def _of_sums(seen_: Observations, loss: LossFacts, evidence: list[str]) -> Likel
 
 
 def _of_the_loss(loss: LossFacts, evidence: list[str], *, matters: bool) -> LikelyCause | None:
-    """Returns the finding that the loss is not a mean over samples; None if it is one.
+    """Returns the finding that the loss is not a mean over samples; None if it is such a mean.
 
-    matters: whether that makes runs of this training differ.
+    matters: whether runs of this training differ for this reason.
     """
     if loss.mixes is not None:
         name, kind, relative = loss.mixes
@@ -275,7 +275,7 @@ def _of_own_gradients(evidence: list[str]) -> LikelyCause:
 
 
 def _begins_with_gradients(seen_: Observations) -> bool:
-    """Returns True if a gradient of the first step is the first value that the division of the samples changes."""
+    """Returns True if the first value that depends on how samples are divided is a gradient of the first step."""
     if seen_.drift is not None or seen_.tampered is not None or seen_.low_precision or seen_.draws_left:
         return False
     found = [c.earliest for c in (seen_.ranks, seen_.micro) if c is not None and not c.equal]

@@ -149,7 +149,7 @@ class ValueLocation:
 
 
 def find_places(roots: Mapping[str, Any]) -> dict[str, ValueLocation]:
-    """Returns the values that are reachable from the user's objects and are not in a checkpoint, by path.
+    """Returns where values are stored that the user's objects contain and that are not in a checkpoint, by path.
 
     roots: the user's objects by name. `model`, `optimizer` and the objects in `also` are in the checkpoint.
     """
@@ -192,21 +192,30 @@ def find_places(roots: Mapping[str, Any]) -> dict[str, ValueLocation]:
 
 
 def of_schedulers(roots: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the values of learning rate schedulers as text, by path, whether they are saved or not."""
+    """Returns the values of learning rate schedulers as text, by path, whether the values are saved or not.
+
+    roots: the user's objects by name.
+    """
     whole = {f"{name} ": root for name, root in roots.items() if name not in ("model", "optimizer")}
     places = find_places(whole)
     return {path.replace(" ", "", 1): _mark(p) for path, p in places.items() if p.kind == "schedule"}
 
 
 def stir(roots: Mapping[str, Any], times: int) -> None:
-    """Draws `times` numbers from each of the user's own generators."""
+    """Draws `times` numbers from each of the user's own random generators.
+
+    roots: the user's objects by name.
+    """
     for place in find_places(roots).values():
         if place.kind == "generator":
             draw_numbers(place.value, times)
 
 
 def _saved(roots: Mapping[str, Any]) -> set[int]:
-    """Returns the ids of the modules, parameters and other objects that are in the checkpoint."""
+    """Returns the `id()` of the modules, parameters and other objects that are in a checkpoint.
+
+    roots: the user's objects by name.
+    """
     model, optimizer, also = roots.get("model"), roots.get("optimizer"), roots.get("also", {})
     found = set(map(id, also.values()))
     for module in (model, *also.values()):
@@ -316,7 +325,7 @@ class OwnState:
 
     Attributes:
         values: Copies of the values.
-        kinds: The kinds of the values, as in `ValueLocation`.
+        kinds: The kinds of the values: `generator`, `buffer`, `schedule` or `value`; see `ValueLocation`.
         marks: Texts by which the values are compared.
     """
 
@@ -334,7 +343,7 @@ class OwnState:
         )
 
     def changed_since(self, before: OwnState) -> dict[str, str]:
-        """Returns the kinds of the values that differ from the values in `before` or are missing there, by path."""
+        """Returns, by path, the kind of each value that differs from that in `before` or is missing there."""
         return {path: self.kinds[path] for path, mark in self.marks.items() if before.marks.get(path) != mark}
 
     def put_into(self, roots: Mapping[str, Any], paths: Mapping[str, str]) -> int:
@@ -368,9 +377,13 @@ class OwnState:
 def _parent(
     path: str, places: Mapping[str, ValueLocation], roots: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str] | None:
-    """Returns the container and the key where a value at `path` belongs that the other trial does not have yet.
+    """Returns the container and the key under which a missing value must be stored.
 
-    The container is that of values with the same parent. The result is None if there is none.
+    path: path of the value.
+    places: locations of the values that exist, by path.
+    roots: the user's objects by name.
+
+    The container is that of the other values of the same object. The result is None if there is no such container.
     """
     head, dot, name = path.rpartition(".")
     if not dot or "[" in name:

@@ -51,7 +51,7 @@ class LossFacts:
 
 @contextmanager
 def unchanged(trial: Trial) -> Iterator[None]:
-    """Restores model, optimizer, generators and the user's other state after the `with` block."""
+    """Restores model, optimizer, random generators and the user's other state of `trial` after the `with` block."""
     device = trial.session.device
     tensors = [(t, t.detach().clone()) for t in (*trial.model.parameters(), *trial.model.buffers())]
     gradients = [(p, p.grad) for p in trial.model.parameters()]
@@ -132,8 +132,10 @@ def probe_loss(
 
 
 def _loss_of(trial: Trial, batch: Any, rows: Sequence[int]) -> tuple[float, float, bool, ModuleOutputs]:
-    """Returns the loss of some rows, its weight (1 if the task gives none), whether the task gives one, and the outputs
-    of the modules.
+    """Computes the loss of some rows of a batch.
+
+    Returns the loss, its weight (1 if the task gives no weight), whether the task gives a weight, and the outputs of
+    the model's modules.
     """
     with unchanged(trial), NoDropout(), ModuleOutputs(trial.model) as outputs:
         loss, weight = trial.loss(trial.part(batch, rows))
@@ -160,7 +162,10 @@ def _unequal_parts(
 
 
 def _divided(trial: Trial, batch: Any, order: Sequence[int], *, tolerance: float) -> LossFacts | None:
-    """Does what `probe_loss` does for one division. Each third of `order`, the rows in some order, is a part."""
+    """Finds how the loss of a batch follows from the losses of three parts; see `probe_loss`.
+
+    order: rows of the batch; each third of them is a part.
+    """
 
     def of(*rows: int) -> tuple[float, float, bool, ModuleOutputs]:
         return _loss_of(trial, batch, rows)
@@ -215,7 +220,10 @@ def _part_sizes(outputs: ModuleOutputs, num_rows: int) -> tuple[int, ...]:
 
 
 def _ratio(both: float, left: float, right: float) -> float | None:
-    """Returns the weight of `left` divided by that of `right` if `both` is their weighted mean, else None."""
+    """Returns the weight of the loss `left` divided by the weight of the loss `right`.
+
+    both: loss of both parts together. If it is not a weighted mean of `left` and `right`, the result is None.
+    """
     if both in (left, right) or (both - right) * (left - both) <= 0:
         return None
     ratio = (both - right) / (left - both)
@@ -279,8 +287,8 @@ def _apart(full: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]]
 class LowPrecision:
     """An operation with float64 operands that computes in a shorter dtype.
 
-    module: the module in whose forward the operation occurs; empty outside all modules. is_mixed: whether another
-    operand has the shorter dtype but the result does not.
+    module: the module in whose forward the operation occurs; empty outside all modules.
+    is_mixed: whether another operand has the shorter dtype but the result does not.
     """
 
     module: str
@@ -316,7 +324,9 @@ class _DtypeWalk(TorchDispatchMode):
 
 
 def find_low_precision(trial: Trial, batch: Any) -> list[LowPrecision]:
-    """Returns what of a float64 model has a shorter dtype: parameters, buffers, and operations in one forward.
+    """Returns the parameters, buffers and operations of a float64 model that have a shorter dtype.
+
+    Operations are those of one forward of `batch`.
 
     At most one operation per module is returned.
     """

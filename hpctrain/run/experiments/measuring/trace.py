@@ -25,7 +25,8 @@ MAX_KEPT = 1 << 16
 class TensorSample:
     """Tensors at one moment, by name.
 
-    values: up to MAX_KEPT elements of each tensor, flat, float64. hashes: a hash of all bytes of each tensor.
+    values: up to MAX_KEPT elements of each tensor, flat, float64.
+    hashes: a hash of all bytes of each tensor.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -66,7 +67,8 @@ class StepTrace:
 class Failure:
     """An error that ended a trial, which is a short run of the checked training.
 
-    kind: the name of the error's class. step: the step, from 1; 0: while the trial's model and optimizer were built.
+    kind: the name of the error's class.
+    step: the step, from 1; 0: while the trial's model and optimizer were built.
     """
 
     kind: str
@@ -76,7 +78,13 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unfinished:
-    """The state after a step that ended with an error. `before`, `gradients` and `options` are as in `StepTrace`."""
+    """The state after a step that ended with an error.
+
+    before: the parameters when the optimizer was called; None if it was not called.
+    gradients: the gradients when the optimizer was called; None if it was not called.
+    options: the options of the optimizer's groups when it was called, or after the error if it was not called.
+    parameters: the parameters after the error.
+    """
 
     before: TensorSample | None
     gradients: TensorSample | None
@@ -88,8 +96,9 @@ class Unfinished:
 class RunTrace:
     """The record of a trial, which is a short run of the checked training.
 
-    initial: the parameters before the first step. failure: the error that ended the trial, if any. unfinished: the
-    state after the step that failed.
+    initial: the parameters before the first step.
+    failure: the error that ended the trial, if any.
+    unfinished: the state after the step that failed.
     """
 
     initial: TensorSample
@@ -113,7 +122,10 @@ def sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep(named: Iterable[tuple[str, torch.Tensor]]) -> TensorSample:
-    """Copies samples and hashes of tensors for later comparison."""
+    """Returns a copy of some elements, and a hash, of each tensor, for later comparison.
+
+    named: the tensors with their names.
+    """
     values, hashes = {}, {}
     for name, tensor in named:
         full = gather_whole(tensor)
@@ -219,7 +231,7 @@ class FirstDifference:
     """The first difference of one kind between two trials, which are short runs of the checked training.
 
     Attributes:
-        kind: What differs, one of `KINDS`.
+        kind: What differs, such as `loss` or `gradient`; one of `KINDS`.
         step: The step, from 1; 0: before the first step.
         tensor: The tensor or other value that differs.
         relative: The difference relative to the largest value of the tensor; for a gradient, of all gradients.
@@ -476,7 +488,7 @@ def collinearity(reference: Mapping[str, torch.Tensor], other: Mapping[str, torc
 
 
 def merge(by_rank: Sequence[TrialComparison]) -> TrialComparison:
-    """Merges the comparisons of all ranks: the earliest difference of each kind, and the largest values."""
+    """Merges the comparisons of all ranks into one: the earliest difference of each kind, and the largest values."""
     first: dict[str, FirstDifference] = {}
     for found in by_rank:
         for kind, difference in found.first.items():
@@ -498,7 +510,10 @@ def merge(by_rank: Sequence[TrialComparison]) -> TrialComparison:
 
 
 def with_losses(trace: RunTrace, losses: Sequence[float]) -> RunTrace:
-    """Returns the trace with the loss of each step replaced by the loss over all ranks, from `losses`."""
+    """Returns the record `trace` of a trial with the loss of each step replaced by the loss over all ranks.
+
+    losses: the loss over all ranks, by step.
+    """
 
     steps: list[StepTrace] = [
         replace(step, loss=loss) for step, loss in zip(trace.steps, losses, strict=True)

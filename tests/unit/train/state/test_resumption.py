@@ -74,8 +74,14 @@ def test_a_run_resumes_from_a_folder_named_or_found_and_its_checkpoints_have_a_p
     ("changed", "expected"),
     [
         ({"position": {"step": 2, "start": 0, "samples": 0}}, "epoch"),
-        ({"position": {"step": "2", "epoch": 0, "start": 0, "samples": 0}}, "its position is {'step': '2'}"),
-        ({"position": {"step": 2, "epoch": -1, "start": 0, "samples": 0}}, "its position is {'epoch': -1}"),
+        (
+            {"position": {"step": "2", "epoch": 0, "start": 0, "samples": 0}},
+            "its position must have integers of 0 or more, but has {'step': '2'}",
+        ),
+        (
+            {"position": {"step": 2, "epoch": -1, "start": 0, "samples": 0}},
+            "its position must have integers of 0 or more, but has {'epoch': -1}",
+        ),
         ({"updater": {}}, "loss_scale"),
         ({"num_ranks": None}, "TypeError"),
     ],
