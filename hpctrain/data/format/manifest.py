@@ -146,7 +146,9 @@ class Manifest(Model):
             raise ValueError("there are statistics of a field that the dataset does not have")
         total = sum(shard.samples for shard in self.shards)
         if total != self.samples:
-            raise ValueError(f"the manifest states {self.samples} samples in all, but the shards add up to {total}")
+            raise ValueError(
+                f"the manifest states {self.samples} samples in all, but the shards add up to {total}"
+            )
         if len({shard.key for shard in self.shards}) != len(self.shards):
             raise ValueError("a shard is listed twice")
         for shard in self.shards:

@@ -62,7 +62,9 @@ class FieldSpec(Model):
     @model_validator(mode="after")
     def _kind_fits(self) -> FieldSpec:
         if self.kind == "classes" and (self.dtype != "int64" or self.shape or not self.classes):
-            raise ValueError("a field of kind 'classes' must be one int64 per sample, with at least one class name")
+            raise ValueError(
+                "a field of kind 'classes' must be one int64 per sample, with at least one class name"
+            )
         if self.kind == "ragged" and not self.shape:
             raise ValueError("a field of kind 'ragged' must have at least one dimension")
         if self.classes and (np.dtype(self.dtype).kind not in "iu" or self.kind == "ragged"):

@@ -69,7 +69,10 @@ def format_of(path: str) -> str | None:
 
 
 def newer_library(error: object) -> str | None:
-    """Returns an explanation for the user if an error of HDF5 means that a newer HDF5 wrote the file; else None."""
+    """Returns an explanation for the user if `error`, raised by HDF5, means that a newer HDF5 wrote the file.
+
+    Returns None for other errors.
+    """
     import h5py
 
     text = str(error).strip("'\"")
@@ -192,7 +195,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def unescaped(text: str) -> str:
-    """Returns `text` without backslashes. Of two backslashes in a row the second is kept."""
+    """Returns `text` without the backslashes that escape characters. Of two backslashes in a row one is kept."""
     return re.sub(r"\\(.)", r"\1", text)
 
 
@@ -354,7 +357,7 @@ def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
 
 
 def matching_paths(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
-    """Returns the paths in the file that match a path with wildcards, sorted as by `natural`.
+    """Returns the paths in the file that match a path with wildcards, sorted with numbers by their value.
 
     `parts` are the components of the path, between slashes. The keys of the result are the names that the wildcards
     match.

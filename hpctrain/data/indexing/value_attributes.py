@@ -82,13 +82,17 @@ NOTHING = ValueMeaning()
 
 
 class _Unclear(Exception):
-    """Raised if the values cannot be decoded, such as for an attribute that is unclear. The message states why."""
+    """Raised if the values of a dataset cannot be decoded, for example if an attribute is unclear.
+
+    The message states the reason.
+    """
 
 
 def place_of_values(file: h5py.File, path: str) -> str:
-    """Returns the path of the dataset that contains the values: `path`, unless `path` is a group of anndata.
+    """Returns the path of the dataset that contains the values: `path` itself, unless anndata wrote a group there.
 
-    anndata stores a nullable array, or a column of categories, as a group that contains a dataset of values or codes.
+    The Python package anndata stores a nullable array, or a column of categories, as a group that contains a dataset of
+    values or codes.
     """
     import h5py
 
@@ -157,9 +161,9 @@ def meaning_of_strings(
 
 
 def _refuse(said: list[str], found: ValueMeaning) -> None:
-    """Adds texts about conventions other than CF to `found.said`. Raises _Unclear if there are such texts.
+    """Adds the texts `said`, about conventions other than CF, to `found.said`. Raises _Unclear if there are any.
 
-    These conventions are not decoded.
+    Values that follow these conventions are not decoded.
     """
     found.said += said
     if said:
@@ -172,7 +176,7 @@ def _add_pandas(
     """Adds to `found` and `packing` what the attributes of pandas state about integers.
 
     They may state that the integers are codes of categories, of which -1 is missing. They may state that the integers
-    are times: then raises _Unclear, since times are not decoded.
+    are times; then _Unclear is raised, since times are not decoded.
     """
     kind = pandas_kind(attributes, set(attributes), member)
     if kind == "category":
@@ -351,7 +355,10 @@ def _add_units(attributes: Any, found: ValueMeaning) -> None:
 
 
 def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float | None:
-    """Returns the default fill value of netCDF if the netCDF library has created the dataset with it, else None."""
+    """Returns the default fill value of netCDF, if the dataset was created by the netCDF library with this value.
+
+    Returns None otherwise. `stored` is the dtype of the dataset's elements.
+    """
     import h5py
 
     default = _DEFAULT_FILLS.get(stored.name)
@@ -370,7 +377,8 @@ def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float |
 def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
     """Returns True if records of the dataset seem never to have been written.
 
-    That is so if no storage was allocated, or if the first, a middle or the last row contains the default fill value.
+    That is so if no storage was allocated, or if the first, a middle or the last row contains the default fill value
+    `default`.
     """
     if not dataset.id.get_storage_size():
         return True
@@ -381,9 +389,10 @@ def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
 
 
 def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int | float:
-    """Returns a number of an attribute as a value of the dtype `data`, which is `stored` after applying `_Unsigned`.
+    """Converts the number `value`, which an attribute contains, to the dtype `data`.
 
-    Raises _Unclear if the number cannot be stored.
+    `stored` is the dtype of the stored elements. `data` is the same dtype, but unsigned if the attribute `_Unsigned`
+    says so. Raises _Unclear if the number cannot be stored.
     """
     if stored.kind == "f":
         return float(stored.type(value))
@@ -400,7 +409,10 @@ def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int
 
 
 def _numbers(attributes: Any, name: str) -> list[Any]:
-    """Returns the numbers in an attribute as numpy scalars, also from texts. Raises _Unclear if there are none."""
+    """Returns the numbers in the attribute `name` as numpy scalars; texts that are numbers are converted.
+
+    Raises _Unclear if the attribute contains no numbers.
+    """
     try:
         value = attributes[name]
         array: NDArray[Any] = np.asarray(value).reshape(-1)
