@@ -212,7 +212,8 @@ class ReadField:
             if count == 0:
                 raise self._name.error(
                     samples,
-                    f"the file ends {missing} bytes before the end of these samples: copy the file again, or pack again",
+                    f"the file ends {missing} bytes before the end of these samples: copy the file again, or pack "
+                    "again",
                 )
             missing -= count
             offset += count
