@@ -41,22 +41,29 @@ def key_of(path: Path) -> str:
 
 
 def guessed_path(key: str) -> Path:
-    """Returns the likely path of the value with this key, for checkpoints that do not record paths."""
+    """Returns the likely path, in the nested state dict, of the value with DCP's key `key`.
+
+    Used for DCP checkpoints that do not record paths.
+    """
     first, *rest = key.split(".", 1)
     return (first, *rest) if first in (MODEL, OPTIMIZER, OUR_OPTIMIZER[:-1]) else (key,)
 
 
 def below(path: Path, root: str) -> Path | None:
-    """Returns what follows `root`, keys joined by dots, in `path`; None if `path` does not lie below `root`."""
+    """Returns the rest of `path` after the keys in `root`; None if `path` does not begin with these keys.
+
+    `path` is a tuple of keys in a nested state dict, and `root` a text of keys joined by dots.
+    """
     parts = tuple(root.split(".")) if root else ()
     return path[len(parts) :] if path[: len(parts)] == parts and len(path) > len(parts) else None
 
 
 def optimizer_path(path: Path) -> Path | None:
-    """Returns the path within the optimizer's state dict, or None if `get_optimizer_state_dict` makes no such path.
+    """Returns the part of `path` that lies within the optimizer's state dict, or None for any other path.
 
-    The result is (`state`, parameter, key, ...) or (`param_groups`, index, key), also if the state dict was
-    flattened. The optimizer may be called "optim" or "optimizer".
+    `path` is a path of keys in a nested state dict. Only paths that `get_optimizer_state_dict` can make count. The
+    result is (`state`, parameter, key, ...) or (`param_groups`, index, key), also if the state dict was flattened. The
+    optimizer may be called "optim" or "optimizer".
     """
     if path[0] not in (OPTIMIZER, OUR_OPTIMIZER[:-1]) or len(path) < 2:
         return None
@@ -72,7 +79,10 @@ def optimizer_path(path: Path) -> Path | None:
 
 
 def tensor_name(path: Path) -> str:
-    """Returns the name that the tensor at `path` gets in an hpctrain checkpoint."""
+    """Returns the name that a tensor of a DCP checkpoint gets in an hpctrain checkpoint.
+
+    `path` is the path of the tensor in the nested state dict: a tuple of keys.
+    """
     found = optimizer_path(path)
     if found is not None and found[0] == STATE:
         return OUR_OPTIMIZER + SEPARATOR.join(map(str, found[1:]))
@@ -102,7 +112,10 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArchiveLocation:
-    """Where a torch.save archive lies: the file of the checkpoint, the archive's first byte and its length in bytes."""
+    """Where an archive of torch.save lies in a checkpoint: name of the file, offset of its first byte, length.
+
+    Offset and length are in bytes.
+    """
 
     file: str
     begin: int
@@ -222,7 +235,9 @@ def _what_it_is(directory: FilePath) -> str:
 
 
 def _metadata(value: Any) -> DcpMetadata:
-    """Converts a record of DCP's class `Metadata`.
+    """Converts the pickled content of a DCP checkpoint's file `.metadata`.
+
+    `value` is a `Record` that describes an object of DCP's class `Metadata`; the object was not created.
 
     Raises KeyError, TypeError, ValueError or CheckpointError if `value` is not a valid one.
     """
@@ -312,9 +327,11 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
 
 
 def _state(value: Any, name: str, *, kind: type[Any] = dict) -> Any:
-    """Returns the state of the record `value`, which must be of class `name`.
+    """Returns the state of the pickled object `value`, which must be an instance of the class `name`.
 
-    Raises CheckpointError for anything else.
+    `value` is a `Record`: a description of the object, which was not created.
+
+    Raises CheckpointError for anything else. Raises TypeError if the state is not of type `kind`.
     """
     if not isinstance(value, Record) or value.name != name or value.args is None:
         found = value.name if isinstance(value, Record) else type(value).__name__
@@ -327,7 +344,7 @@ def _state(value: Any, name: str, *, kind: type[Any] = dict) -> Any:
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """Returns the numbers in a record of torch.Size."""
+    """Returns the numbers in a torch.Size, of which `value` is the description (`Record`) in a pickle."""
     if not isinstance(value, Record) or value.name != "torch.Size" or value.args is None:
         raise CheckpointError(
             "it has no torch.Size where a shape or an offset is expected: nothing of it was run"

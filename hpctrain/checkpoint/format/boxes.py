@@ -1,7 +1,7 @@
 """Boxes (hyperslabs) of a row-major array: splitting, contiguous runs, overlap, exact cover. Pure functions.
 
-A box is an offset and a shape, one number per dimension, in elements. The part of a tensor in a file, a rank's
-shard and the region that a reader requests are all boxes.
+A box is a rectangular region of an array: an offset and a shape, one number per dimension, in elements. The part of a
+tensor in a file, a rank's shard and the region that a reader requests are all boxes.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def boxes_of_range(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
 
 
 class TooFragmentedError(ValueError):
-    """There are so many small boxes (rectangular regions) that checking them would take too long."""
+    """Raised if there are so many small boxes (rectangular regions) that checking them would take too long."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -216,8 +216,8 @@ def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Check
 def from_rank_0(comm: Collective, look: Callable[[], Structure]) -> Checkpoint:
     """Calls `look` on rank 0 to find a checkpoint, and returns the checkpoint on every rank. Collective.
 
-    `look` returns the verified structure of the checkpoint. If `look` raises an error, an error is raised on every
-    rank: for UnknownFormatError the same, for other errors that of `on_rank_0`.
+    `look` returns the verified structure of the checkpoint. If `look` raises an error, every rank raises an error:
+    UnknownFormatError unchanged, other errors as `on_rank_0` raises them.
     """
     seen: list[Structure] = []
 

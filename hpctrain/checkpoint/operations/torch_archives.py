@@ -48,10 +48,11 @@ _STORES = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """Describes what an unpickler would create by calling `name` ("module.name") with `args`; nothing is created.
+    """Stands for an object in a pickle: what an unpickler would create by calling a function or a class.
 
-    If `args` is None, the record stands for the name itself. `state` is what the unpickler would then pass to
-    `__setstate__` or put into `__dict__`.
+    Nothing is called or created. `name` is the name of the function or class, "module.name", and `args` are the
+    arguments; if `args` is None, the record stands for the function or class itself. `state` is what the unpickler
+    would then pass to `__setstate__` or put into `__dict__`.
     """
 
     name: str
@@ -60,11 +61,11 @@ class Record:
 
 
 def read_pickled_data(content: bytes | memoryview, *, where: str) -> Any:
-    """Returns the content of a pickle as dicts, lists, tuples, text, numbers, bool, None and records.
+    """Reads a pickle without running anything in it. Returns dicts, lists, tuples, text, numbers, bool, None, records.
 
-    `where` describes the source in messages. Lists and dicts may contain themselves. A storage of torch is
-    represented by a record with the name "persistent id". Raises CheckpointError if the pickle is invalid or
-    contains an instruction that such values do not need.
+    A record (`Record`) stands for any other object. `where` says in error messages where the pickle comes from. Lists
+    and dicts may contain themselves. A storage of torch is represented by a record with the name "persistent id".
+    Raises CheckpointError if the pickle is invalid or contains an instruction that such values do not need.
     """
     try:
         return _run(bytes(content))
@@ -139,7 +140,10 @@ def _run(content: bytes) -> Any:
 
 
 def _called(function: Record, args: tuple[Any, ...]) -> Any:
-    """Returns the record of a call; for collections.OrderedDict() an empty dict, whose items follow in the pickle."""
+    """Returns the `Record` that stands for the result of calling `function` with `args`; nothing is called.
+
+    For collections.OrderedDict() returns an empty dict instead. Its items follow in the pickle.
+    """
     if function.name == "collections.OrderedDict" and not args:
         return {}
     return Record(function.name, args)
@@ -201,9 +205,10 @@ class Located:
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """An opened archive: its bytes, its offset in the file, and the place of each record.
+    """An opened archive of torch.save (a zip file): its bytes, its offset in the file, and its records.
 
-    `records` maps each record's name to its offset in the archive, its length in bytes and its CRC-32.
+    A record is a member of the zip file. `records` maps each record's name to its offset in the archive, its length in
+    bytes and its CRC-32.
     """
 
     content: memoryview
@@ -221,7 +226,10 @@ class Archive:
         return self.content[begin : begin + num_bytes]
 
     def check(self, name: str) -> None:
-        """Raises CheckpointError if a record's bytes do not have the CRC-32 that the archive's directory contains."""
+        """Raises CheckpointError unless the bytes of the record `name` have the CRC-32 in the archive's directory.
+
+        A record is a member of the zip file.
+        """
         begin, num_bytes, expected = self._record(name)
         found = 0
         for start in range(begin, begin + num_bytes, _CHECK_BYTES):
@@ -233,7 +241,7 @@ class Archive:
             )
 
     def place(self, name: str) -> tuple[int, int]:
-        """Returns a record's offset in the file and its length, in bytes."""
+        """Returns offset in the file and length, in bytes, of the record (member of the zip file) called `name`."""
         first, num_bytes, _ = self._record(name)
         return self.begin + first, num_bytes
 
@@ -243,13 +251,18 @@ class Archive:
         return self.records[name]
 
     def description(self, *, verify: bool) -> Any:
-        """Returns the value that torch.save wrote, read by `read_pickled_data` without unpickling."""
+        """Returns the value that torch.save wrote, without unpickling it (see `read_pickled_data`).
+
+        Objects, such as tensors, are represented by a `Record`. With `verify`, the bytes are compared with the
+        archive's CRC-32.
+        """
         return read_pickled_data(self.read("data.pkl", verify=verify), where="data.pkl")
 
     def locate(self, value: Any, *, verify: bool) -> Located:
-        """Returns where the tensor `value` of the description lies.
+        """Returns where the elements of a tensor in the archive lie in the file.
 
-        Raises CheckpointError unless the tensor is plain and dense.
+        `value` stands for the tensor in the result of `description`. Raises CheckpointError unless the tensor is plain
+        and dense.
 
         With `verify`, the content is also compared with the archive's CRC-32.
         """
@@ -291,11 +304,12 @@ class Archive:
 
 @contextmanager
 def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) -> Iterator[Archive]:
-    """Yields the archive at byte `begin` of a file.
+    """Opens the archive of torch.save at byte `begin` of a file, for a `with` block.
 
     `num_bytes` is the length of the archive; None: the archive extends to the end of the file.
 
-    Raises CheckpointError if the archive is invalid. The message names the archive, also for errors in the block.
+    Raises CheckpointError if the archive is invalid. The message of the error names the archive, also for errors that
+    are raised in the block.
     """
     where = f"{path}, archive at byte {begin}" if num_bytes is not None else str(path)
     try:
@@ -312,10 +326,10 @@ def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) ->
 
 
 def mapped_tensor(file: NDArray[Any], place: Located, *, where: str) -> torch.Tensor:
-    """Returns a tensor whose memory is the mapped file `file`: uint8, shape (length of the file,).
+    """Returns the tensor at `place` in a memory-mapped file, without a copy.
 
-    Do not write to the tensor: the memory is mapped read-only. `where` is the file's name for messages. Raises
-    CheckpointError if the file has become shorter.
+    `file` contains the bytes of the file: uint8, shape (length of the file,). Do not write to the tensor: the memory is
+    mapped read-only. `where` is the file's name for messages. Raises CheckpointError if the file has become shorter.
     """
     elem_bytes = dtype_named(place.dtype).itemsize
     num_bytes = place.num_bytes - place.num_bytes % elem_bytes
@@ -355,7 +369,7 @@ class _Bytes(io.RawIOBase):
 
 
 def _open(content: memoryview, *, begin: int) -> Archive:
-    """Returns the archive whose bytes are `content`.
+    """Opens the archive of torch.save whose bytes are `content`, and which begins at byte `begin` of its file.
 
     The module zipfile gets these bytes alone, without archives that precede it in the file: since the fix of
     CVE-2025-8291 (CPython 3.13.5 of Debian 13, 3.14) it refuses some archives that have other bytes before them.

@@ -67,12 +67,12 @@ _TOKEN_BYTES = 32
 class Tiers:
     """The two locations of a run's checkpoints, node storage and a shared folder. Create it with `open`.
 
-    Also connects this node to its partner node.
+    Also connects this node to its partner node, to which the node's files are copied.
 
     Attributes:
         shared: Directory of the finished checkpoints, which all nodes share.
         store: This node's folder on node storage.
-        topology: Which rank runs on which node.
+        topology: States which rank runs on which node.
         node: Index of this rank's node in the topology.
         is_leader: True on the lowest rank of each node, which copies the node's file.
         partner: Address of the node to which this node's file is copied; None on ranks other than leaders, and if
@@ -232,12 +232,12 @@ class Tiers:
         buffers: HostBuffers | None = None,
         executor: Executor | None = None,
     ) -> CheckpointSave:
-        """Starts a save to node storage, from which it is drained to the shared folder. Collective.
+        """Starts a save to node storage, from which the checkpoint is then copied to the shared folder. Collective.
 
         First removes the nodes' files of this step and later steps, since the run will write these files again. The
         checkpoint counts as saved once it is committed in the shared folder. A failed copy to a partner node is not an
-        error; the note of the result reports it. After an error the local copies remain, from which the next start
-        recovers.
+        error; the note of the result reports it. After an error the files on node storage remain, and the next start of
+        the run recovers the checkpoint from them.
 
         Args:
             state: This rank's part of the content.
@@ -297,7 +297,11 @@ def _phases_through_tiers(
     tiers: Tiers, phases_on_nodes: Phases, *, on_nodes: SaveOptions, step: int, comm: Collective,
     options: SaveOptions, executor: Executor | None,
 ) -> Phases:  # fmt: skip
-    """Saves on the nodes, copies to partners and shared folder, commits. Collective; a generator, see `Phases`."""
+    """Generator of the phases of a save to node storage and then to the shared folder. Collective.
+
+    The phases are those of the save on the nodes (`phases_on_nodes`), then the copying to partner nodes and to the
+    shared folder, then the commit in the shared folder. Returns the `SaveResult`.
+    """
     agreed(comm, lambda: check_save_options(on_nodes, step=step, num_ranks=comm.num_ranks))
     created_unix_s = on_rank_0(comm, time.time)
     tiers.forget(from_step=step, comm=comm)
@@ -384,7 +388,10 @@ def _copy_from_node(
 def _commit_shared(
     tiers: Tiers, partial: Path, *, save_id: str, step: int, keep: Retention
 ) -> dict[str, Any]:
-    """Commits the checkpoint in the shared folder. Returns its path, its size in bytes, and messages for the user."""
+    """Finishes a checkpoint that was copied to the shared folder: verifies it, renames it, deletes old checkpoints.
+
+    Returns a dict with its path, its size in bytes, and messages for the user.
+    """
     committed = commit_target(partial, step=step, save_id=save_id)
     if committed.path is None:
         raise CheckpointError(f"the drained copy of step {step} is damaged: {committed.reason}")
@@ -395,9 +402,9 @@ def _commit_shared(
 def saving_through(
     tiers: Tiers, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., CheckpointSave]:
-    """Returns the function that a `Saver` calls to start saves through both tiers.
+    """Returns the function that a `Saver` calls to start saves to node storage and then to the shared folder.
 
-    Not collective; only the returned function is.
+    This function is not collective, but the returned function is.
 
     Args:
         tiers: The two locations; checkpoints are committed in `tiers.shared`.
@@ -429,7 +436,7 @@ _OF_A_RUN = ("starts.jsonl", "recipe.toml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """Identity of a run.
+    """Identity of a run, which connects the run's directory with its checkpoints on node storage.
 
     `id` is the name of the run's folder on node storage. `is_new` is True if the run directory had no identity
     before.
