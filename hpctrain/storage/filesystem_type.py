@@ -37,7 +37,7 @@ class Filesystem:
 
     @property
     def is_written_past_cache(self) -> bool:
-        """True if writes that bypass the page cache are faster.
+        """True if writes that bypass the page cache are faster on this type of filesystem.
 
         This was measured on ext4; xfs implements such writes in the same way.
         """

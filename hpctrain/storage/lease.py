@@ -70,7 +70,10 @@ class Holder:
 
     @classmethod
     def from_json(cls, value: Any) -> Holder:
-        """Decodes a holder. Raises KeyError, TypeError or ValueError if `value` does not describe a holder."""
+        """Decodes the description of a process that holds a lease.
+
+        Raises KeyError, TypeError or ValueError if `value` is not such a description.
+        """
         return cls(**{f.name: type_of(value[f.name]) for f, type_of in zip(fields(cls), _TYPES, strict=True)})
 
     def has_ended(self, *, seen_by: Holder) -> bool | None:
@@ -311,7 +314,7 @@ class Lease:
                 return cls(place, number + 1, holder, keeps_number=given_back or may_run)
 
     def check(self) -> None:
-        """Raises InUseError if another process has taken the lease over.
+        """Raises InUseError if another process has taken over the lease from this process.
 
         This looks up two files. If somebody has deleted the file of this lease, the file is created again.
         """

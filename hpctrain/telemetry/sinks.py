@@ -140,8 +140,9 @@ _CLOSING_MAY_TAKE_S = 5.0
 class TensorBoardSink:
     """Writes an event file into `folder`, on its own thread. Only rank 0 needs this sink.
 
-    A record `begins` or `roll_back` makes earlier events of the steps that are trained again obsolete; TensorBoard
-    hides obsolete events. Raises ImportError if tensorboard is not installed, OSError if the file cannot be created.
+    A record of kind `begins` or `roll_back` makes earlier events of the steps that are trained again obsolete;
+    TensorBoard hides obsolete events. Raises ImportError if tensorboard is not installed, OSError if the file cannot be
+    created.
     """
 
     name = "file for TensorBoard"

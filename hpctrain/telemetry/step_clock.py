@@ -157,10 +157,10 @@ class StepClock:
         self._sync_ended = at
 
     def lap(self) -> dict[str, float]:
-        """Returns the seconds by name since the last lap, and starts the next lap.
+        """Returns what the time since the last call was spent on, in seconds by name, and sets all seconds to 0.
 
-        `step` is the total time, and `other` the time that no name in `CLOCK_KEYS` has. `after_sync` is 0 if
-        `sync_ended` was not called.
+        In the result, `step` is the total time, and `other` the time that no name in `CLOCK_KEYS` has. `after_sync` is
+        0 if `sync_ended` was not called.
         """
         now = time.perf_counter()
         seconds = self._seconds

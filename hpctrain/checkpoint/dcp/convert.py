@@ -196,9 +196,10 @@ def import_dcp(
 def _selected(
     metadata: DcpMetadata, under: str, *, source: Path
 ) -> tuple[dict[str, DcpTensor], list[DcpObject]]:
-    """Returns the tensors whose path begins with `under`, by their names in the new checkpoint, and such objects.
+    """Returns the tensors and the objects of a DCP checkpoint whose paths begin with `under`.
 
-    Raises CheckpointError if there are no tensors, or if several would get the same name.
+    The tensors are returned by their names in the new checkpoint. Raises CheckpointError if there are no tensors, or if
+    several would get the same name.
     """
     tensors = [replace(t, path=path) for t in metadata.tensors if (path := below(t.path, under)) is not None]
     objects = [replace(o, path=path) for o in metadata.objects if (path := below(o.path, under)) is not None]

@@ -149,10 +149,11 @@ def obstacle_to_mpio(comm: Collective) -> str | None:
 
 
 def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None) -> CollectiveFiles | None:
-    """Returns the object that opens MPI files for this rank's group; None without MPI.
+    """Returns the object that opens MPI files for this rank and the ranks that write to the same file.
 
-    The first call with these `groups`, which must be the same on every rank, is collective over `comm` and creates
-    the object. Later calls return the same object, which is kept as long as `comm`.
+    Returns None without MPI. `groups` contains the world ranks that write to each file; None: all ranks write to one
+    file. The first call with these `groups`, which must be the same on every rank, is collective over `comm` and
+    creates the object. Later calls return the same object, which is kept as long as `comm`.
     """
     key = (tuple(comm.members),) if groups is None else tuple(map(tuple, groups))
     known = comm.attribute(_Files)
@@ -162,7 +163,10 @@ def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None)
 
 
 def own_group(comm: Collective, *, groups: Sequence[Sequence[int]] | None) -> tuple[int, ...]:
-    """Returns the world ranks of this rank's group; without groups, all ranks of `comm`. Pure."""
+    """Returns the world ranks that write to the same file as this rank. Pure.
+
+    `groups` contains the world ranks that write to each file; None: all ranks of `comm` write to one file.
+    """
     mine = comm.members[comm.rank]
     return tuple(comm.members) if groups is None else next(tuple(group) for group in groups if mine in group)
 

@@ -67,9 +67,9 @@ def step_of(path: Path) -> int | None:
 def finished_newest_first(directory: Path) -> list[Path]:
     """Returns the finished checkpoints of a directory, newest first; none if the directory does not exist.
 
-    A replaced checkpoint is included if there is no other checkpoint of its step, as after a kill between the two
-    renames of a save. Only names and file types are looked at, not contents. Raises CheckpointError if the
-    directory cannot be read.
+    A checkpoint that a save has moved aside to replace it is included if there is no other checkpoint of its step. That
+    happens if a run is killed between the two renames of a save. Only names and file types are looked at, not contents.
+    Raises CheckpointError if the directory cannot be read.
     """
     found, replaced = [], []
     for path in _entries(directory):

@@ -151,7 +151,7 @@ class TooFragmentedError(ValueError):
 class Steps:
     """Limit on the work of a check such as `cover_exactly`, counted in steps; about 2 million steps take one second.
 
-    Checking a terabyte in extents of 4 MiB takes half a million steps.
+    Checking a terabyte that is divided into boxes of 4 MiB takes half a million steps.
     """
 
     left: int = 3_000_000

@@ -88,7 +88,10 @@ def open_regular(path: Path) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Yields a file descriptor for reading and closes it at the end. Raises as `open_regular`."""
+    """Yields a file descriptor for reading the file at `path`, and closes it at the end.
+
+    Raises CheckpointError if `path` cannot be opened or is not a regular file.
+    """
     fd = open_regular(path)
     try:
         yield fd

@@ -390,11 +390,11 @@ def divide_units(units: Sequence[ReadUnit], *, num_ranks: int) -> list[list[list
 def nodes_that_share(
     checkpoint: Checkpoint, *, comm: Collective, sharing: Sharing | str, node_of_rank: Sequence[int] | None
 ) -> list[list[int]] | None:
-    """Returns the ranks of each node, whose ranks share the reading, or None if every rank reads alone. Collective.
+    """Decides whether the ranks of a node share the reading of a checkpoint. Collective.
 
-    Ranks are ranks of `comm`. `node_of_rank` contains the node of each rank; None: ranks with the same host name share
-    a node. Raises UsageError on every rank if `node_of_rank` does not have one entry per rank, or if `sharing` is
-    unknown.
+    Returns the ranks (of `comm`) of each node, or None if every rank reads alone. `node_of_rank` contains the node of
+    each rank; None: ranks with the same host name share a node. Raises UsageError on every rank if `node_of_rank` does
+    not have one entry per rank, or if `sharing` is unknown.
     """
     try:
         asked = Sharing(sharing)

@@ -39,7 +39,7 @@ RegionsOf = Callable[[Checkpoint], Regions]
 
 
 class DoesNotFitError(CheckpointError):
-    """The checkpoint is undamaged but does not have the requested tensors, so no older checkpoint is tried."""
+    """Raised if a checkpoint is undamaged, but does not have the requested tensors. No older checkpoint is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)

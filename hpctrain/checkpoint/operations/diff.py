@@ -43,7 +43,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryDifference:
-    """An entry of the document that differs between two checkpoints.
+    """An entry of the checkpoints' JSON documents that differs between two checkpoints.
 
     `first` and `second` are the entry's JSON text in the two checkpoints; None where the entry is missing.
     """

@@ -269,9 +269,10 @@ def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
 
 
 def read_foreign(source: Path, *, key: str | None = None) -> Foreign:
-    """Returns the content of a file with memory-mapped tensors. Not collective.
+    """Reads a file in another format, such as safetensors. The tensors are memory-mapped. Not collective.
 
-    Raises CheckpointError if the file is invalid, and UsageError if its kind is not supported.
+    `key` is the key of the state dict in a file of torch.save that contains several objects. Raises CheckpointError if
+    the file is invalid, and UsageError if its kind is not supported.
     """
     if not source.is_file():
         raise CheckpointError(f"{source} is not a file")
@@ -366,7 +367,7 @@ def _read_as_data(source: Path, *, key: str | None) -> dict[str, torch.Tensor]:
     """Returns the tensors of a state dict from a file of torch.save that also contains objects of classes.
 
     The objects are not created; their descriptions are read as plain data. `key` is the key of the state dict in the
-    file; None: see `_entry_of`.
+    file. None: the file is the state dict, or PyTorch Lightning wrote the file.
     """
     with open_archive(source) as archive:
         found = _entry_of(archive.description(verify=True), key=key, source=source)

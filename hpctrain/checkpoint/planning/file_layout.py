@@ -66,7 +66,7 @@ def _shared_text(state: State) -> str:
 def agree_on_plan(
     state: State, *, step: int, comm: Collective, file_of_rank: Sequence[int] | None = None
 ) -> WritePlan:
-    """Returns the write plan for the states of all ranks. Collective.
+    """Returns the plan of a save: which rank writes which bytes of which tensor. Collective.
 
     The step, the assignment of ranks to files, the document and the list of replicated tensors must be the same on all
     ranks. If they are not, CheckpointError, with a description of the difference, is raised on every rank.
@@ -133,7 +133,7 @@ def _shards_of_all(
 
 
 def _document_difference(document: dict[str, Any], comm: Collective) -> str:
-    """Returns a message with the document's top-level keys that differ, and on which ranks. Collective."""
+    """Returns an error message: which top-level keys of the JSON document differ, and on which ranks. Collective."""
     hashes = {key: hash_of(json.dumps(value, sort_keys=True).encode()) for key, value in document.items()}
     by_rank = all_gather_json(comm, hashes)
     lines = []

@@ -67,7 +67,7 @@ _HEADER_BYTES = 400  # approximate size of a dataset's object header
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkeletonDataset:
-    """A dataset of the file: its HDF5 path, the name of its torch dtype, its shape, and its length in bytes."""
+    """An HDF5 dataset of a checkpoint file: its path, the name of its torch dtype, its shape, its length in bytes."""
 
     path: str
     dtype: str
@@ -315,9 +315,11 @@ def tensors_text(plan: WritePlan) -> TensorsText:
 
 
 def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int) -> int:
-    """Returns the number of bytes to reserve for the metadata: its length, plus a reserve for a document that grows.
+    """Returns the number of bytes to reserve in the main file for the metadata: its length, and room to grow.
 
-    Raises CheckpointError if the metadata exceeds MAX_METADATA_BYTES.
+    The metadata consists of `header`, whose JSON document may be longer in a later save, and the list of tensors
+    `tensors`. `num_parts` is the number of files of the checkpoint. Raises CheckpointError if the metadata exceeds
+    MAX_METADATA_BYTES.
     """
     needed = len(json.dumps(header)) + len(tensors.text) + 80 * num_parts + _PADDING_BYTES // 2
     if needed > MAX_METADATA_BYTES:

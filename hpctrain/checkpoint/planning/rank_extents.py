@@ -42,7 +42,7 @@ class Segment:
 class ExtentGroup:
     """Byte ranges of tensors (segments) whose bytes are taken from memory at once.
 
-    The segments are one segment, or several small segments that are contiguous in the file. An extent is a region of a
+    A group has one segment, or several small segments that are contiguous in the file. An extent is a region of a
     tensor that has one hash. `extents` contains the extents in the group, in order, as indices into the list of the
     rank's extents. `offset` is the file offset of a group of small segments. For any other single segment `offset` is
     None: its extents have byte ranges of their own in the file (`OwnBytes.runs`).

@@ -83,7 +83,7 @@ class Replicas:
     def sample(self, number: int) -> list[Segment]:
         """Returns the byte ranges to compare in sample `number`: at most one byte range of each replicated tensor.
 
-        `turns * part` successive samples cover every byte.
+        The samples with `turns * part` successive numbers (see the attributes) together contain every byte.
         """
         found = []
         for source in self.sources[number % self.turns :: self.turns]:

@@ -193,17 +193,17 @@ class Division:
     def pieces_of_run(self, run: int, *, ends: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """Yields (tensor, start, stop) for each tensor that has elements in a run of successive parts.
 
-        Such a run are the parts in one file. The elements are start <= i < stop of the flattened tensor of index
-        `tensor`. `run` is the index of the run. `ends` contains the byte positions in the concatenated tensors at which
-        the runs end: shape (num_runs,).
+        For example, the parts in one file form a run. The elements are start <= i < stop of the flattened tensor of
+        index `tensor`. `run` is the index of the run. `ends` contains the byte positions in the concatenated tensors at
+        which the runs end: shape (num_runs,).
         """
         return self._pieces_between(int(ends[run - 1]) if run else 0, int(ends[run]))
 
     def number_of_run(self, run: int, tensor: int, *, ends: NDArray[np.int64]) -> int:
         """Returns how many runs of parts before run `run` contain elements of the tensor of index `tensor`.
 
-        A run are successive parts, such as the parts in one file. Run `run` itself must contain elements of the tensor.
-        `ends` contains the byte positions in the concatenated tensors at which the runs end: shape (num_runs,).
+        A run consists of successive parts, such as the parts in one file. Run `run` itself must contain elements of the
+        tensor. `ends` contains the byte positions in the concatenated tensors at which the runs end: shape (num_runs,).
         """
         first, begin = self._begins[tensor], int(ends[run - 1]) if run else 0
         if begin <= first:
@@ -387,7 +387,7 @@ class WritePlan:
         return sum(e.box.num_elems * self.tensors[e.tensor].elem_bytes for e in self.extents_of(rank))
 
     def extents_of(self, rank: int) -> list[Extent]:
-        """Returns the extents (regions that are hashed as a whole) that `rank` writes."""
+        """Returns the extents (regions of tensors that are hashed as a whole) that `rank` writes."""
         extents: list[Extent] = []
 
         def add(tensor: int, piece: int, box: Box, *, source: int, start: int) -> None:
@@ -510,7 +510,9 @@ def make_plan(
     shards_by_rank: Sequence[Sequence[Header]],
     file_of_rank: Sequence[int] | None = None,
 ) -> WritePlan:
-    """Returns the write plan for all ranks. The arguments must be the same on every rank.
+    """Returns the plan of a save: which rank writes which bytes of which tensor.
+
+    The arguments must be the same on every rank.
 
     Args:
         replicated: The tensors of kind `Replicated` or `FromRank0`, which every rank lists, sorted by name.

@@ -327,7 +327,7 @@ def _agree_on_layout(
 def _warn_or_raise(mismatch: ReplicaMismatch, *, step: int, comm: Collective, options: SaveOptions) -> str:
     """Raises CheckpointError for replicated tensors that differ, or warns if rank 0's copies are to be saved.
 
-    Returns the warning's text for the note of the result.
+    Returns the text of the warning, which becomes part of `SaveResult.note`.
     """
     if options.on_replica_mismatch == "error":
         raise CheckpointError(f"{mismatch.describe()}. {ON_MISMATCH}", agreed=True)
@@ -341,7 +341,7 @@ def _warn_or_raise(mismatch: ReplicaMismatch, *, step: int, comm: Collective, op
 
 
 def _with_copied_document(header: Metadata) -> Metadata:
-    """Returns the metadata with copies of its entries document and parent.
+    """Returns the metadata `header` with copies of its entries `document` and `parent`.
 
     The caller may change the originals before the metadata is written.
     """

@@ -52,7 +52,9 @@ class WhenBusy(Enum):
 def saving_into(
     directory: Path | str, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., CheckpointSave]:
-    """Returns the function that a `Saver` calls to start saves into `directory`. Only its calls are collective.
+    """Returns the function that a `Saver` calls to start saves into `directory`.
+
+    This function is not collective, but the returned function is.
 
     Args:
         directory: Directory of the checkpoints; the same on every rank.

@@ -136,7 +136,7 @@ class NewFile:
         return self._position
 
     def write(self, piece: memoryview) -> None:
-        """Appends `piece`, a view of bytes."""
+        """Appends `piece`, a view of bytes, to the file."""
         with explained(action="write", path=self._path):
             write_fully(self._fd, piece, offset=self._position)
             self._digest.update(piece)

@@ -77,9 +77,10 @@ class PartnerAddress:
 def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float) -> socket.socket:
     """Connects to the server of a partner node, and returns the authenticated connection. Raises PartnerError.
 
-    All addresses are tried in turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so
-    that an address that never answers (behind a firewall) leaves time for the others. Later waits on the connection are
-    limited to `timeout_s` seconds each.
+    `token` is the secret that the leaders (lowest ranks of the nodes) of the run share. All addresses are tried in
+    turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so that an address that never
+    answers (behind a firewall) leaves time for the others. Later waits on the connection are limited to `timeout_s`
+    seconds each.
     """
     deadline, reasons = time.monotonic() + within_s, dict[str, str]()
     each_s = within_s / (2 * max(1, len(partner.addresses)))
@@ -479,7 +480,7 @@ def send_file(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> DrainedFile:
-    """Sends the file that `offer` describes. Returns when the partner has verified and flushed the copy to disk.
+    """Sends a file to a partner node. Returns when that node has verified the copy and flushed it to disk.
 
     Uses 1 MiB of memory.
 
@@ -487,7 +488,7 @@ def send_file(
         path: The file.
         offer: Description of the file.
         partner: Address of the node to which the file is sent.
-        token: Secret shared by the run's leaders.
+        token: Secret that the leaders (lowest ranks of the nodes) of the run share.
         pace: Rate limiter; None: no limit.
         timeout_s: Longest time to wait for an answer, in seconds.
         on_bytes: Called with the length of each piece. The function may raise to stop.

@@ -157,7 +157,10 @@ class Tiers:
         return tiers
 
     def _connect(self, comm: Collective) -> None:
-        """Starts the leaders' servers and connects each leader to its partner. Collective."""
+        """Starts a server on the lowest rank (leader) of each node, and connects the leader to its partner. Collective.
+
+        The partner is the leader of the next node.
+        """
 
         def begin() -> dict[str, Any] | None:
             if not self.is_leader:
@@ -274,7 +277,7 @@ class Tiers:
         return CheckpointSave(phases, step=step, comm=comm)
 
     def close(self) -> None:
-        """Stops receiving and sending copies. Not collective; may be called twice."""
+        """Stops receiving and sending copies of checkpoint files. Not collective; may be called twice."""
         self.stopping.set()
         if self._server is not None:
             self._server.close()
@@ -349,9 +352,10 @@ def _phases_through_tiers(
 def _copy_from_node(
     tiers: Tiers, local: SaveResult, *, partial: Path, created_unix_s: float, pace: Pace
 ) -> str:
-    """Copies this node's file to the shared folder and to the partner. Returns a warning, or "".
+    """Copies this node's file of a checkpoint to the partner node and to the shared folder. Returns a warning, or "".
 
-    Not collective: a leader runs this in the background, and communicates with the partner only.
+    `partial` is the checkpoint in the shared folder, which is not complete yet. Not collective: the lowest rank of each
+    node runs this in the background, and communicates only with the partner node.
     """
 
     def raise_if_stopped(num_bytes: int) -> None:

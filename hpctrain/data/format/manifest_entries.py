@@ -405,8 +405,8 @@ _BLOCK_ELEMENTS = 1 << 16
 class Moments:
     """Mean, sum of squared deviations, minimum and maximum of `count` finite elements.
 
-    a + b are the moments of the elements of both together. `squares` is the sum of (element - mean)^2. `low` is the
-    smallest element and `high` the largest; both are valid only if count > 0.
+    The sum of two objects describes the elements of both together. `squares` is the sum of (element - mean)^2. `low` is
+    the smallest element and `high` the largest; both are valid only if count > 0.
     """
 
     count: int = 0

@@ -99,7 +99,7 @@ def hash_outside_extents(descriptor: int, *, file_bytes: int, extents: Iterable[
 
 
 def extents_of(fields: Mapping[str, StoredField]) -> list[tuple[int, int]]:
-    """Returns (offset, num_bytes) of each field that is contiguous in the file."""
+    """Returns file offset and length, in bytes, of each of `fields` that is contiguous in the file."""
     return [(field.offset, field.num_bytes) for field in fields.values() if field.offset is not None]
 
 

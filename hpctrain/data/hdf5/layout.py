@@ -252,7 +252,7 @@ def class_texts(values: NDArray[Any] | Any) -> list[str]:
 
 
 class Filter(NamedTuple):
-    """One filter of a dataset's filter pipeline: its registered number, and its parameters."""
+    """One filter of a dataset's filter pipeline: the number under which HDF5 knows it, and its parameters."""
 
     code: int
     values: tuple[int, ...]
@@ -301,10 +301,10 @@ def _open(path: Path) -> h5py.File:
 
 
 def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
-    """Returns the layouts of the named datasets of a file, by name. Names that do not exist are left out.
+    """Returns shape, dtype and location of the named datasets of a file, by name.
 
-    Raises OSError if the file is not a complete HDF5 file. Raises DataError if a name is a soft or external link, or
-    is not a dataset in this file for which numpy has a dtype.
+    Names that do not exist are left out. Raises OSError if the file is not a complete HDF5 file. Raises DataError if a
+    name is a soft or external link, or is not a dataset in this file for which numpy has a dtype.
     """
     import h5py
 
@@ -330,7 +330,7 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
 
 
 def layout_of(dataset: h5py.Dataset) -> DatasetLayout | None:
-    """Returns the layout of a dataset, or None if numpy has no dtype for its elements."""
+    """Returns shape, dtype and location of a dataset, or None if numpy has no dtype for its elements."""
     import h5py
 
     kind, plist = dataset.id.get_type(), dataset.id.get_create_plist()

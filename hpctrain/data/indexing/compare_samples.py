@@ -146,9 +146,9 @@ def _first_middle_last(count: int) -> list[int]:
 
 
 def _hdf5_reads(dataset: h5py.Dataset, selection: Any) -> NDArray[Any] | None:
-    """Returns elements as HDF5 reads them, or None if HDF5 cannot read them.
+    """Returns the elements `dataset[selection]` as HDF5 reads them, or None if HDF5 cannot read them.
 
-    In that case the error will be reported when the sample is read for training.
+    If HDF5 cannot read them, the error will be reported when the sample is read for training.
     """
     try:
         return np.asarray(read_elements(dataset, selection))

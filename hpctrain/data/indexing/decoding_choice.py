@@ -151,7 +151,7 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
 class ValuesWarning(UserWarning):
     """Warning that the stored numbers of a field are not its values, or that some of them stand for missing values.
 
-    Issued when a field is indexed and the request does not state whether to decode the field.
+    Issued when a field is indexed and the user has not stated whether to decode the field.
     """
 
 
@@ -161,7 +161,7 @@ class DecodingChoice:
 
     Attributes:
         decoding: How the values of each decoded field are represented, by field name.
-        requests: The requests of all fields that are read from the files, including masks.
+        requests: What was requested for each field that is read from the files, including masks.
         notes: Texts for the user, one line each.
         warnings: The texts in `notes` about fields whose stored numbers are not the values.
     """
@@ -215,7 +215,7 @@ def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRe
 
 
 def _note(request: FieldRequest, meanings: Sequence[ValueMeaning], places: Sequence[FieldSource]) -> str:
-    """Returns a text for the user about a field that is not decoded because the request does not state how to read it.
+    """Returns a text for the user about a field that is not decoded, since the user did not state how to read it.
 
     Returns "" if the files state nothing about its numbers.
     """

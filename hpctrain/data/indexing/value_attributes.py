@@ -108,10 +108,11 @@ def place_of_values(file: h5py.File, path: str) -> str:
 def value_meaning(
     file: h5py.File, *, path: str, member: str | None, dtype: str, dataset: h5py.Dataset | None = None
 ) -> ValueMeaning:
-    """Returns what the file states about the numbers of a dataset, or of a member of its compound type.
+    """Returns what `file` states about the numbers of a dataset, or of a member of its compound type.
 
-    `path` is absolute and contains no soft links. `dtype` is the name of the numpy dtype of the stored elements.
-    `dataset` is the dataset at `path` if it is already open; None: it is opened.
+    For example, the file may state a scale, or which numbers stand for missing values. `path` is absolute and contains
+    no soft links. `dtype` is the name of the numpy dtype of the stored elements. `dataset` is the dataset at `path` if
+    it is already open; None: it is opened.
     """
     import h5py
 

@@ -69,10 +69,11 @@ def block_at(manifest: Manifest, *, shard: int, field: str, index: int) -> Block
 
 
 def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] | None) -> tuple[int, int]:
-    """Returns the indices, within the shard, of the first and the last sample that have bytes in the block.
+    """Returns the indices, within the shard, of the first and the last sample that have bytes in `block`.
 
-    If no sample has bytes in the block, both are the index of the nearest sample. If the manifest has a list of token
-    windows, `windows` contains the index of the first token of each window in the shard, int64; else it is None.
+    `block` is a range of a field's bytes with one hash. If no sample has bytes in the block, both are the index of the
+    nearest sample. If the manifest has a list of token windows, `windows` contains the index of the first token of each
+    window in the shard, int64; else it is None.
     """
     last = manifest.shards[block.shard].samples - 1
     spec = manifest.fields[block.field]

@@ -63,7 +63,7 @@ class InputWatch(Protocol):
         """Returns a context in which the caller waits. `describe` returns in words what the caller waits for."""
 
     def making(self, what: str) -> AbstractContextManager[None]:
-        """Returns a context in which this thread does `what`, in code that may hold Python's interpreter lock."""
+        """Returns a context for work of this thread that may hold Python's interpreter lock. `what` names the work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,7 @@ class InProgress:
         return f"{wanted}, which are not begun; {self.describe_all()}"
 
     def describe_all(self) -> str:
-        """Returns in words what is being done for up to four batches, the longest-running first."""
+        """Returns in words what the loader is doing for up to four batches; the one that takes longest comes first."""
         stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
         texts = [
             f"samples from {stage.plan.start} of epoch {stage.plan.epoch} on: {self._text(stage)}"
@@ -493,7 +493,10 @@ class Loader:
         return iter(self.epoch(self.current_epoch, start=self.position))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last returned batch, as JSON values, the same on every rank."""
+        """Returns the loader's position in the data, after the last returned batch, as JSON values.
+
+        The result is the same on every rank.
+        """
         return LoaderState(
             order=self.order.name,
             num_samples=self.dataset.num_samples,

@@ -174,7 +174,7 @@ def _work(shared: _Shared[T]) -> None:
 
 
 class MakingThreads:
-    """The threads of a `Prefetch`.
+    """The threads with which a `Prefetch` makes items in advance.
 
     This object has no reference to the `Prefetch`, so that the `Prefetch` can be garbage-collected while threads run.
     """

@@ -92,7 +92,10 @@ class SharedEpoch:
         return self._owner == os.getpid()
 
     def set(self, start: EpochStart) -> None:
-        """Makes a start visible to this process's workers. Call it only in the process that created this object."""
+        """Tells the workers of this process that their next iteration begins at `start`.
+
+        Call this only in the process that created this object.
+        """
         self._values[_EPOCH] = start.epoch
         self._values[_POSITION] = _NO_POSITION if start.position is None else start.position
         self._values[_WORKERS] = start.num_workers
@@ -298,8 +301,8 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last batch, as JSON values. torchdata's StatefulDataLoader calls this method.
 
-        If the workers of a plain DataLoader make the batches, the main process does not know the workers' position.
-        There this method returns the start of the workers' epoch, with a warning.
+        If the workers of a plain DataLoader make the batches, the main process does not know the workers' position. In
+        that case this method returns the start of the workers' epoch, with a warning.
         """
         if get_worker_info() is None and self._position is None and self._shared.has_begun:
             warnings.warn(

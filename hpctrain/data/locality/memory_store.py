@@ -189,7 +189,7 @@ class MemoryStore:
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Reads samples by index from the memory of all ranks, with the result of `Dataset.gather`. Not collective.
+        """Reads samples by index from the memory of all ranks. Returns the same as `Dataset.gather`. Not collective.
 
         Args:
             indices: Indices of the samples in the dataset: int64, shape (n,).

@@ -354,7 +354,7 @@ def _hashed_blocks(manifest: Manifest, *, entries: Sequence[ShardEntry]) -> list
 def _pieces(blocks: Sequence[Piece], *, file_bytes: int) -> Iterator[Piece]:
     """Yields byte ranges that make up a whole file, in order: the given `blocks`, and the bytes between them.
 
-    The bytes between blocks are divided into pieces of at most 1 MiB.
+    `blocks` are the byte ranges that have a hash. The bytes between them are divided into pieces of at most 1 MiB.
     """
     position = 0
     for start, stop, expected in [*blocks, (file_bytes, file_bytes, None)]:
@@ -393,7 +393,7 @@ class Stager:
         max_bytes: int,
         idle_s: float,
     ) -> None:
-        """Starts the thread. This process must be the stager of `folder`.
+        """Starts the thread that copies. This process must be the only one that copies files into `folder`.
 
         `max_bytes` is the maximum size of all copies together, in bytes.
         """

@@ -280,9 +280,9 @@ class StagedDataset:
     def _take(self, files: NDArray[np.int64]) -> tuple[_Copies | None, NDArray[np.bool_]]:
         """Prepares the reading of a batch from copies. Returns the opened copies, and a mask of the usable files.
 
-        The mask is True for each file whose copy can be read. The copies are None if no file of this batch has a copy.
-        `files` are the indices of the files that the batch
-        needs: int64, shape (n,). The mask is bool, shape (number of files of the dataset,).
+        The mask is True for each file whose copy can be read: bool, shape (number of files of the dataset,). The copies
+        are None if no file of this batch has a copy. `files` contains the indices of the files that the batch needs:
+        int64, shape (n,).
         """
         with self._lock:
             usable = self._staged.copy()

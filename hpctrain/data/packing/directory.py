@@ -116,6 +116,8 @@ def write_plan(directory: Path, plan: PackingSpec) -> None:
 def read_plan(directory: Path) -> dict[str, Any] | None:
     """Returns the plan of a packing that was interrupted in `directory`, as JSON values.
 
+    The plan contains everything that determines the content of the shards.
+
     Returns None if the file of the plan is missing, unreadable or damaged.
     """
     document = _read_json(directory / PLAN_NAME)
@@ -134,9 +136,10 @@ def write_record(directory: Path, record: ShardRecord, *, plan: PackingSpec) -> 
 
 
 def read_record(directory: Path, file: str, *, plan: PackingSpec) -> ShardRecord | None:
-    """Returns the record of the shard with file name `file`.
+    """Returns what was recorded when the shard with file name `file` was finished.
 
-    Returns None if the record is missing, unreadable or damaged, or was made with another plan.
+    Returns None if the record is missing, unreadable or damaged, or was made with another plan than `plan`. The plan
+    contains everything that determines the content of the shards.
     """
     document = _read_json(directory / record_name(file))
     if document is None or document.get("plan") != plan.hash:
@@ -313,11 +316,12 @@ def finish(
     window_starts: NDArray[np.int64] | None,
     attributes: Mapping[str, JsonValue] | None,
 ) -> Manifest:
-    """Makes the manifest from the records of the shards, writes it, and returns it. The dataset is then complete.
+    """Makes the manifest of a dataset from what was recorded for each finished shard, writes it, and returns it.
 
-    `files` are the file names of all shards, in any order. `window_starts` contains, for boundaries "split", the index
-    of the first token of each window within its shard: int64, shape (number of samples,); else it is None. Raises
-    DataError if this process does not see a shard, if the shards have different fields, or if writing fails.
+    The dataset is then complete. `files` are the file names of all shards, in any order. `window_starts` contains, for
+    boundaries "split", the index of the first token of each window within its shard: int64, shape (number of samples,);
+    else it is None. Raises DataError if this process does not see a shard, if the shards have different fields, or if
+    writing fails.
     """
     records = []
     for file in sorted(files, key=shard_number):

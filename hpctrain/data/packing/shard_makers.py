@@ -319,9 +319,9 @@ def write_shards_together(
 ) -> list[str]:
     """Writes the shards of all ranks, by taking elements from each rank's iterator `records` until all have ended.
 
-    To take an element writes a shard. Collective over `comm`. Returns the file names of the shards of all ranks. If a
-    rank has an error, all ranks raise this error after their current shard. After each round, rank 0 calls `progress`
-    with the number of samples written so far, over all ranks, and with `total`.
+    Taking an element of `records` writes a shard. Collective over `comm`. Returns the file names of the shards of all
+    ranks. If a rank has an error, all ranks raise this error after their current shard. After each round, rank 0 calls
+    `progress` with the number of samples written so far, over all ranks, and with `total`.
     """
     mine: list[str] = []
     done = 0

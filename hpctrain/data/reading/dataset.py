@@ -136,7 +136,7 @@ class ContentChecker(Protocol):
 
 
 class ShardLocator(Protocol):
-    """Interface of a class that finds copies of shards on storage nearer to the node."""
+    """Interface of a class that finds copies of shards on faster storage, such as that of the node."""
 
     def path(self, shard_index: int) -> Path | None:
         """Returns the path of a complete copy of the shard's file, or None if the original file should be read."""
@@ -283,7 +283,10 @@ class Dataset:
 
     @property
     def fields(self) -> dict[str, FieldSpec]:
-        """dtype and shape of each field of one decoded sample. Lengths of ragged fields and masks are fields too."""
+        """dtype and shape of each field of a sample in a batch, after decoding, by field name.
+
+        The lengths of samples of variable length, and the masks of missing values, are fields, too.
+        """
         return self.decoder.fields
 
     @property

@@ -149,7 +149,7 @@ def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ())
 def field_spec(
     name: str, *, dtype: np.dtype[Any], shape: tuple[int, ...], classes: tuple[str, ...] = ()
 ) -> FieldSpec:
-    """Returns the FieldSpec of a field with the given dtype, and the given shape in one sample.
+    """Returns the description (FieldSpec) of a field with the given dtype, and the given shape in one sample.
 
     Raises DataError if the name, dtype or shape is not valid.
     """

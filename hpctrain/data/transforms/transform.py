@@ -42,7 +42,7 @@ class TransformContext:
     indices: NDArray[np.int64]
 
     def generator(self, row: int) -> np.random.Generator:
-        """Returns a new random number generator for the sample in a row.
+        """Returns a new random number generator for the sample in one row of the batch.
 
         The generator of a sample yields the same numbers for any number of ranks, and after a resume.
 

@@ -173,7 +173,7 @@ class Worker:
 
 
 def _arrays(descriptor: int, description: shared_memory.Description) -> Arrays:
-    """Returns the arrays as views of the shared memory, which is freed with the last view.
+    """Returns the arrays in shared memory as views of the memory, which is freed with the last view.
 
     If the memory is smaller than `_COPIED_BYTES`, the arrays are views of a copy.
     """
@@ -198,7 +198,7 @@ MAX_REMAKES = 3
 
 
 class _Places:
-    """The workers of a pool, and which of them are idle.
+    """The worker processes of a pool, and which of them are idle.
 
     This object has no reference to the pool, so that the pool can be garbage-collected.
     """
