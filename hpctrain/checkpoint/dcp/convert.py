@@ -70,7 +70,7 @@ def locate_tensor(
         found = archive.locate(archive.description(verify=verify), verify=verify)
         if found.dtype != dtype or found.shape != tuple(shape):
             raise CheckpointError(
-                f"it holds {found.dtype} {list(found.shape)}, but the metadata says {dtype} {list(shape)}"
+                f"the archive holds {found.dtype} {list(found.shape)}, but the metadata says {dtype} {list(shape)}"
             )
     return found
 
@@ -93,7 +93,7 @@ def as_json(value: Any) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is not plain data: {error}") from error
+        raise CheckpointError(f"the object is not plain data: {error}") from error
 
 
 # Makes a checkpoint from a checkpoint of torch.distributed.checkpoint, whose files are memory-mapped.

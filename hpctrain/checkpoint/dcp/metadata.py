@@ -244,10 +244,10 @@ def _metadata(value: Any) -> DcpMetadata:
     state = _state(value, f"{_CLASSES}Metadata")
     version = state.get("version")
     if version not in (None, VERSION):
-        raise CheckpointError(f"its version is {version!r}; only {VERSION} and earlier can be read")
+        raise CheckpointError(f"the metadata has version {version!r}; only {VERSION} and earlier can be read")
     entries, storage, paths = state["state_dict_metadata"], state["storage_data"], state.get("planner_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict | None):
-        raise TypeError("a part of it is not a dict")
+        raise TypeError("a part of the metadata is not a dict")
     places: dict[tuple[str, tuple[int, ...] | None], ArchiveLocation] = {}
     for index, info in storage.items():
         where = _state(index, f"{_CLASSES}MetadataIndex")
@@ -319,7 +319,7 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
     claimed_bytes, file_bytes = sum(t.num_bytes for t in metadata.tensors), sum(lengths.values())
     if claimed_bytes > file_bytes:
         raise CheckpointError(
-            f"its tensors have {claimed_bytes} bytes together, but its files have only {file_bytes}"
+            f"the tensors have {claimed_bytes} bytes together, but the checkpoint's files have only {file_bytes}"
         )
 
 
@@ -335,7 +335,9 @@ def _state(value: Any, name: str, *, kind: type[Any] = dict) -> Any:
     """
     if not isinstance(value, Record) or value.name != name or value.args is None:
         found = value.name if isinstance(value, Record) else type(value).__name__
-        raise CheckpointError(f"it has {found} where {name} is expected: nothing of it was run")
+        raise CheckpointError(
+            f"the metadata has {found} where {name} is expected: nothing in the file was run"
+        )
     # The class without fields, and one whose fields all have their defaults, have no state.
     state = kind() if value.state is None else value.state
     if not isinstance(state, kind):
@@ -347,7 +349,7 @@ def _size(value: Any) -> tuple[int, ...]:
     """Returns the numbers in a torch.Size, of which `value` is the description (`Record`) in a pickle."""
     if not isinstance(value, Record) or value.name != "torch.Size" or value.args is None:
         raise CheckpointError(
-            "it has no torch.Size where a shape or an offset is expected: nothing of it was run"
+            "the metadata has no torch.Size where a shape or an offset is expected: nothing in the file was run"
         )
     (numbers,) = value.args or ((),)
     return tuple(_number(n) for n in numbers)
@@ -361,7 +363,9 @@ def _number(value: Any) -> int:
 
 def _dtype(value: Any) -> str:
     if not isinstance(value, Record) or value.args is not None or not value.name.startswith("torch."):
-        raise CheckpointError("it has no dtype of torch where one is expected: nothing of it was run")
+        raise CheckpointError(
+            "the metadata has no dtype of torch where one is expected: nothing in the file was run"
+        )
     name = value.name.removeprefix("torch.")
     dtype_named(name)
     return name
@@ -383,8 +387,8 @@ def _stored(info: Any) -> ArchiveLocation:
     state = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
     if state.get("transform_descriptors"):
         raise CheckpointError(
-            f"its files were transformed by extensions ({state['transform_descriptors']!r:.100}), such as compression: "
-            "save it without them"
+            f"the checkpoint's files were transformed by extensions ({state['transform_descriptors']!r:.100}), "
+            "such as compression: save the checkpoint without them"
         )
     if type(state["relative_path"]) is not str:
         raise TypeError("the name of a file is not text")

@@ -159,7 +159,7 @@ class Steps:
     def take(self, count: int) -> None:
         self.left -= count
         if self.left < 0:
-            raise TooFragmentedError("cut into too many small boxes to be checked")
+            raise TooFragmentedError("the tensor is cut into too many small boxes to be checked")
 
 
 def cover_exactly(boxes: Sequence[Box], *, shape: Sequence[int], steps: Steps) -> bool:

@@ -414,10 +414,10 @@ def _tensor(entry: Any, *, budget: _Budget) -> StoredTensor:
     pieces = tuple(_piece(item, name=name, view=view, elem_bytes=elem_bytes, budget=budget) for item in found)
     if num_elems:
         if any(piece.box.num_elems == 0 for piece in pieces):
-            raise CheckpointError(f"tensor {name!r} has an empty piece")
+            raise CheckpointError(f"tensor {name!r} has an empty dataset")
         covered = _covers([piece.box for piece in pieces], shape=view, name=name, budget=budget)
         if not covered:
-            raise CheckpointError(f"the pieces of tensor {name!r} do not hold every element exactly once")
+            raise CheckpointError(f"the datasets of tensor {name!r} do not hold every element exactly once")
     return StoredTensor(name=name, dtype=str(entry["dtype"]), shape=shape, view=view, pieces=pieces)
 
 
@@ -428,7 +428,7 @@ def _piece(item: Any, *, name: str, view: tuple[int, ...], elem_bytes: int, budg
     if not isinstance(dataset, str):
         raise CheckpointError(f"tensor {name!r}: the name of a dataset is not a string: {dataset!r:.100}")
     if not box.lies_within(view):
-        raise CheckpointError(f"tensor {name!r}: piece {box} is not inside {list(view)}")
+        raise CheckpointError(f"tensor {name!r}: the box of a dataset, {box}, is not inside {list(view)}")
     if number >= len(budget.file_bytes):
         raise CheckpointError(
             f"tensor {name!r} refers to file {number}; the number of files is {len(budget.file_bytes)}"
@@ -447,7 +447,7 @@ def _piece(item: Any, *, name: str, view: tuple[int, ...], elem_bytes: int, budg
         for e in extents
     ]
     if not _covers(inside, shape=box.shape, name=name, budget=budget):
-        raise CheckpointError(f"the extents of tensor {name!r} do not hold every element exactly once")
+        raise CheckpointError(f"the hashed parts of tensor {name!r} do not hold every element exactly once")
     return StoredPiece(file=number, dataset=dataset, file_offset=offset, box=box, extents=extents)
 
 
@@ -466,9 +466,9 @@ def _extent(item: Any, *, name: str, piece: Box) -> StoredExtent:
         for o, n, p, m in zip(box.offset, box.shape, piece.offset, piece.shape, strict=True)
     )
     if not inside or box.num_elems == 0:
-        raise CheckpointError(f"tensor {name!r}: extent {box} is not inside {piece}")
+        raise CheckpointError(f"tensor {name!r}: the hashed part {box} is not inside its dataset, {piece}")
     if not isinstance(digest, str) or len(digest) != HASH_DIGITS:
-        raise CheckpointError(f"tensor {name!r}: extent {box} has no hash")
+        raise CheckpointError(f"tensor {name!r}: the part {box} has no hash")
     return StoredExtent(box=box, hash=digest)
 
 

@@ -324,7 +324,7 @@ def _read_index(source: Path) -> Foreign:
         files = sorted(set(by_name.values()))
         # The index must not make us open files outside its folder.
         if not all(isinstance(name, str) and name == Path(name).name and name != ".." for name in files):
-            raise ValueError("a file in it is not a plain file name")
+            raise ValueError("a file in the index is not a plain file name")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{source} is not an index of safetensors files: {error}") from error
     tensors: dict[str, torch.Tensor] = {}

@@ -123,7 +123,7 @@ def _run(content: bytes) -> Any:
         elif name in ("REDUCE", "NEWOBJ"):
             args, called = stack.pop(), stack.pop()
             if not isinstance(called, Record) or not isinstance(args, tuple):
-                raise CheckpointError("it calls a value that is not a name of a class or function")
+                raise CheckpointError("the pickle calls a value that is not a name of a class or function")
             stack.append(_called(called, args))
         elif name == "BUILD":
             state = stack.pop()
@@ -135,8 +135,10 @@ def _run(content: bytes) -> Any:
             (value,) = stack
             return value
         elif name not in ("PROTO", "FRAME"):
-            raise CheckpointError(f"it has the instruction {name}, which no checkpoint of torch needs")
-    raise ValueError("it does not end with STOP")
+            raise CheckpointError(
+                f"the pickle has the instruction {name}, which no checkpoint of torch needs"
+            )
+    raise ValueError("the pickle does not end with STOP")
 
 
 def _called(function: Record, args: tuple[Any, ...]) -> Any:
@@ -153,7 +155,7 @@ def _changed(value: Any, kind: type[Any]) -> Any:
     if type(value) is Record and kind in (dict, list):
         return kind()  # an object of another class: its items are not looked at
     if type(value) is not kind:
-        raise CheckpointError(f"it changes a {type(value).__name__} as if it were a {kind.__name__}")
+        raise CheckpointError(f"the pickle changes a {type(value).__name__} as if it were a {kind.__name__}")
     return value
 
 
@@ -219,7 +221,7 @@ class Archive:
         begin, num_bytes, _ = self._record(name)
         if num_bytes > MAX_DESCRIPTION_BYTES:
             raise CheckpointError(
-                f"its record {name!r} has {num_bytes} bytes; the limit is {MAX_DESCRIPTION_BYTES}"
+                f"the archive's record {name!r} has {num_bytes} bytes; the limit is {MAX_DESCRIPTION_BYTES}"
             )
         if verify:
             self.check(name)
@@ -236,8 +238,9 @@ class Archive:
             found = zlib.crc32(self.content[start : min(start + _CHECK_BYTES, begin + num_bytes)], found)
         if found != expected:
             raise CheckpointError(
-                f"its record {name!r} is damaged: its CRC-32 is {found:08x}, not {expected:08x}. A file written after "
-                "torch.serialization.set_crc32_options(False) has none: import it with --no-verify (verify=False)"
+                f"the archive's record {name!r} is damaged: its CRC-32 is {found:08x}, not {expected:08x}. "
+                "A file written after torch.serialization.set_crc32_options(False) has none: "
+                "import it with --no-verify (verify=False)"
             )
 
     def place(self, name: str) -> tuple[int, int]:
@@ -247,7 +250,7 @@ class Archive:
 
     def _record(self, name: str) -> tuple[int, int, int]:
         if name not in self.records:
-            raise CheckpointError(f"it has no record {name!r}")
+            raise CheckpointError(f"the archive has no record {name!r}")
         return self.records[name]
 
     def description(self, *, verify: bool) -> Any:
@@ -268,31 +271,37 @@ class Archive:
         """
         order = self.read("byteorder", verify=verify) if "byteorder" in self.records else None
         if order is not None and order != sys.byteorder.encode():
-            raise CheckpointError(f"its numbers are not {sys.byteorder}-endian as this machine's")
+            raise CheckpointError(
+                f"the archive's numbers are not {sys.byteorder}-endian, as this machine's are"
+            )
         while isinstance(value, Record) and value.name.startswith(_PARAMETER) and value.args:
             value = value.args[0]
         kind, args = (value.name, value.args) if isinstance(value, Record) else (type(value).__name__, None)
         if kind not in (f"{_REBUILD}2", f"{_REBUILD}3") or args is None or len(args) < 6:
-            raise CheckpointError(f"it holds {kind}, not a plain dense tensor: nothing of it was run")
+            raise CheckpointError(
+                f"the archive holds {kind}, not a plain dense tensor: nothing in the archive was run"
+            )
         storage, first, size, strides = args[:4]
         if isinstance(size, Record) and size.name == "torch.Size" and size.args is not None:
             (size,) = size.args
         is_untyped = kind.endswith("3")
         more = args[7:] if is_untyped else args[6:]
         if any(more):
-            raise CheckpointError(f"it holds a tensor with properties that cannot be stored: {more!r:.100}")
+            raise CheckpointError(
+                f"the archive holds a tensor with properties that cannot be stored: {more!r:.100}"
+            )
         if storage.name != "persistent id" or len(storage.args[0]) != 5 or storage.args[0][0] != "storage":
-            raise CheckpointError("its tensor has no storage")
+            raise CheckpointError("the tensor in the archive has no storage")
         kind, name = storage.args[0][1].name, storage.args[0][2]
         dtype = args[6].name.removeprefix("torch.") if is_untyped else _DTYPE_OF_STORAGE.get(kind, kind)
         record, elem_bytes = f"data/{name}", dtype_named(dtype).itemsize
         offset, num_bytes = self.place(record)
         last = first + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
         if math.prod(size) and (min(first, *strides, 0) < 0 or (last + 1) * elem_bytes > num_bytes):
-            raise CheckpointError(f"its tensor does not lie inside its storage of {num_bytes} bytes")
+            raise CheckpointError(f"the tensor does not lie inside its storage of {num_bytes} bytes")
         if math.prod(size) * elem_bytes > num_bytes:
             raise CheckpointError(
-                "its tensor repeats elements (a stride is 0 or too small): it cannot be stored"
+                "the tensor repeats elements (a stride is 0 or too small): it cannot be stored"
             )
         if verify:
             self.check(record)
@@ -384,13 +393,15 @@ def _open(content: memoryview, *, begin: int) -> Archive:
         header = entry.header_offset
         is_record = header >= 0 and bytes(content[header : header + 4]) == b"PK\x03\x04"
         if not is_record or entry.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"its record {entry.filename!r} is not where the archive's directory says")
+            raise CheckpointError(
+                f"the archive's record {entry.filename!r} is not where the archive's directory says"
+            )
         name_bytes, extra_bytes = (
             int.from_bytes(content[header + at : header + at + 2], "little") for at in (26, 28)
         )
         first = header + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
         if first + entry.file_size > len(content):
-            raise CheckpointError(f"its record {entry.filename!r} ends after the archive")
+            raise CheckpointError(f"the archive's record {entry.filename!r} ends after the archive")
         # All records lie in one folder, whose name is arbitrary.
         found[entry.filename.partition("/")[2]] = (first, entry.file_size, entry.CRC)
     return Archive(content=content, begin=begin, records=found)

@@ -91,7 +91,9 @@ def agree_on_plan(
     by_rank = [different[number] for number in number_of_rank]
     if any(entry["step"] != by_rank[0]["step"] for entry in by_rank):
         steps = ", ".join(f"{entry['step']} on rank {place}" for place, entry in enumerate(by_rank))
-        raise CheckpointError(f"the ranks save different steps: {steps}", agreed=True)
+        raise CheckpointError(
+            f"the ranks save different steps: {steps}. Pass the same step on every rank", agreed=True
+        )
     if any(entry["files"] != by_rank[0]["files"] for entry in by_rank):
         texts = "; ".join(
             f"rank {rank} as {theirs}" for rank, theirs in enumerate(all_gather_json(comm, files)[:8])

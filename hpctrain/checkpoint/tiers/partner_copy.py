@@ -535,6 +535,6 @@ def send_file(
 def _expect(connection: socket.socket, word: str) -> None:
     answer = receive_partner_message(connection)
     if "error" in answer:
-        raise PartnerError(f"it reports: {answer['error']!s:.2000}")
+        raise PartnerError(f"the node reports: {answer['error']!s:.2000}")
     if answer.get(word) is not True:
         raise PartnerError(f"unexpected answer {answer!r:.200}")

@@ -206,7 +206,7 @@ class ShardEntry(Model):
     @classmethod
     def _a_path(cls, value: str) -> str:
         if not value or value.endswith(("/", "/..", "/.")) or value in (".", "..") or "\0" in value:
-            raise ValueError(f"shard file {value!r} is not a file name")
+            raise ValueError(f"the file of a shard, {value!r}, is not a file name")
         return value
 
     @property

@@ -178,7 +178,7 @@ def parse_decode(text: Decode | str) -> Decode:
     try:
         return Decode(text)
     except ValueError:
-        raise UsageError(f"decode is cf or raw, not {text!r}") from None
+        raise UsageError(f"decode must be cf or raw, not {text!r}") from None
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -264,7 +264,9 @@ def sample_is(requests: Sequence[FieldRequest], *, asked: SampleIs | None) -> Sa
     """
     wild = [request.has_wildcard for request in requests]
     if any(wild) != all(wild):
-        raise UsageError("either all paths of --fields have a '*' for the groups, or none")
+        raise UsageError(
+            "either all paths of --fields have a '*' for the groups, or none: add it to the others, or leave it out"
+        )
     if asked is SampleIs.GROUPS and not any(wild):
         raise UsageError("--samples groups needs paths with a '*', as in x=/*/image,y=/*/label")
     if asked is SampleIs.FILE and any(wild):

@@ -275,7 +275,10 @@ def copy_dataset_file(
         status = os.fstat(descriptor)
         entry = entries[0]
         if status.st_size != entry.file_bytes:
-            raise DataError(f"{source} has {status.st_size} bytes, the manifest says {entry.file_bytes}")
+            raise DataError(
+                f"{source} has {status.st_size} bytes, the manifest says {entry.file_bytes}: restore the file, or "
+                f"{'index' if entry.modified_ns is not None else 'pack'} again"
+            )
         if entry.modified_ns is not None and status.st_mtime_ns != entry.modified_ns:
             raise DataError(f"{source} was changed since it was indexed: index it again")
         written = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -323,7 +326,9 @@ def _copy(
             raise CopyStopped
         again.update(read_bytes(written, min(_PIECE_BYTES, entries[0].file_bytes - start), offset=start))
     if again.digest() != whole.digest():
-        raise DataError(f"the copy of {source} was read back, and differs from what was written")
+        raise DataError(
+            f"the copy of {source} differs from the file when it is read back: check the storage of the node"
+        )
 
 
 Piece = tuple[int, int, str | None]

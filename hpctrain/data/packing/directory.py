@@ -279,7 +279,7 @@ def check_resumable(directory: Path, *, plan: PackingSpec) -> None:
         )
     if (difference := plan.difference(before)) != "":
         raise UsageError(
-            f"{directory} was packed differently ({difference}): use the options of before, or --overwrite"
+            f"{directory} was packed differently ({difference}): use the same options as before, or --overwrite"
         )
 
 

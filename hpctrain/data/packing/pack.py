@@ -302,7 +302,9 @@ def pack_tokens(
         ),
         windows=windows,
         stream_tokens=lambda: stream.read_tokens,
-        nothing=lambda: f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}",
+        nothing=lambda: (
+            f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}: choose shorter windows"
+        ),
     )
 
 

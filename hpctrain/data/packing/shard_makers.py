@@ -214,7 +214,7 @@ def plan_windows(
         if (samples := even.windows_in(num_tokens)) > 0:
             return _cut_evenly(even, samples=samples, shard_tokens=shard_tokens)
         longest, what = num_tokens, "stream"
-    raise DataError(f"the {what} has {longest} tokens, one window takes {window + 1}")
+    raise DataError(f"the {what} has {longest} tokens, one window takes {window + 1}: choose shorter windows")
 
 
 def _cut_evenly(windows: TokenWindows, *, samples: int, shard_tokens: int) -> WindowAssignment:
@@ -528,7 +528,9 @@ class _Checked:
         if sample is None:
             return None
         if not isinstance(sample, Mapping) or not sample:
-            raise DataError(f"{self._where} it yields {type(sample).__name__}, not a dict of field -> array")
+            raise DataError(
+                f"{self._where} it yields {type(sample).__name__}, not a dict of arrays by field name"
+            )
         try:
             arrays = {str(name): np.asarray(value) for name, value in sample.items()}
         except (ValueError, TypeError, RuntimeError) as error:

@@ -208,7 +208,7 @@ def open_source(
     if kind == "iterator":
         if held_out:
             raise UsageError(f"--held-out {held_out}: the number of samples of {name} is not known in advance: "
-                             "pack two functions")  # fmt: skip
+                             "write two functions, and pack each of them")  # fmt: skip
         return iterator_source(name, num_parts=options.num_parts)
     rows = _rows(kind, path, options)
     return RowSource(

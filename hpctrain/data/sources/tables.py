@@ -296,7 +296,10 @@ def _field_classes(
     for name, spec in fields.items():
         named = [column for column in spec.columns if column in classes]
         if named and len(spec.columns) > 1:
-            raise DataError(f"field {name!r} joins {', '.join(spec.columns)}, but {named[0]} holds strings")
+            raise DataError(
+                f"field {name!r} joins {', '.join(spec.columns)}, but {named[0]} holds strings: only columns of "
+                "numbers can be joined"
+            )
         if named:
             found[name] = classes[named[0]]
     return found

@@ -425,5 +425,5 @@ def test_names_with_colons_and_commas_are_escaped(tmp_path: Path) -> None:
         indexed(tmp_path, make, fields=r"x=/t\:u:a")
     with pytest.raises(DataError, match=r"choose a member, as in x=/t\\:u:c\\,d"):
         indexed(tmp_path, make, fields=r"x=/t\:u")
-    with pytest.raises(UsageError, match="decode is cf or raw, not 'zip'"):
+    with pytest.raises(UsageError, match="decode must be cf or raw, not 'zip'"):
         parse_field_paths("x:zip=/x")
