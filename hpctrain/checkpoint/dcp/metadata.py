@@ -306,10 +306,14 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
         if place.file not in lengths:
             # The metadata must not make us open files outside its directory.
             if place.file != FilePath(place.file).name or place.file in ("", ".."):
-                raise CheckpointError(f"it names the file {place.file!r}, which is not a plain file name")
+                raise CheckpointError(
+                    f"the metadata names the file {place.file!r}, which is not a plain file name"
+                )
             path = directory / place.file
             if path.is_symlink() or not path.is_file():
-                raise CheckpointError(f"its file {place.file!r} is missing or is not a regular file")
+                raise CheckpointError(
+                    f"the checkpoint's file {place.file!r} is missing or is not a regular file"
+                )
             lengths[place.file] = path.stat().st_size
         if place.begin < 0 or place.num_bytes < 0 or place.begin + place.num_bytes > lengths[place.file]:
             raise CheckpointError(

@@ -126,7 +126,7 @@ def read_structure(path: Path) -> Structure:
             metadata = decode_metadata(bytes(data), file_bytes=main_bytes, byte_order=sys.byteorder)
             if metadata.parts and not is_folder:
                 raise CheckpointError(
-                    f"it is one of the {len(metadata.parts) + 1} files of a checkpoint: give the path of their folder"
+                    f"this is one of the {len(metadata.parts) + 1} files of a checkpoint: give the path of their folder"
                 )
             places = content_places(metadata)
             taken = [(0, SEAL_BYTES), (seal.metadata_offset, seal.metadata_bytes), *places[0]]

@@ -256,7 +256,7 @@ def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
         found = structure.metadata
         if (found.step, found.id) != (step, save_id):
             raise CheckpointError(
-                f"it holds save {found.id} of step {found.step}, not {save_id} of step {step}"
+                f"the copy holds save {found.id} of step {found.step}, not {save_id} of step {step}"
             )
     except CheckpointError as error:
         return Committed(path=None, reason=str(error))

@@ -128,10 +128,10 @@ def value_meaning(
             packing = _packing(dataset, dataset.attrs, np.dtype(dtype), found)
             if np.any(dataset.attrs.get("MATLAB_empty", 0)):
                 found.said.append("MATLAB_empty: it holds the dimensions of an empty array")
-                raise _Unclear("it holds the dimensions of an empty MATLAB array, not values")
+                raise _Unclear("the dataset holds the dimensions of an empty MATLAB array, not values")
             if "NAME" in dataset.attrs and text_of(dataset.attrs["NAME"]).startswith(_ONLY_A_DIMENSION):
                 found.said.append("it is a dimension of netCDF, not a variable")
-                raise _Unclear("it is a dimension of netCDF, which has a length but no values")
+                raise _Unclear("the dataset is a dimension of netCDF, which has a length but no values")
         _add_neighbours(file, dataset, path, member, found, packing)
         if has_attributes:
             _add_pandas(dataset.attrs, member, found, packing)
@@ -203,7 +203,7 @@ def _of_member(dataset: h5py.Dataset, member: str) -> dict[str, Any]:
             value = np.empty(0)
         if value.dtype.names is None:
             raise _Unclear(
-                f"its table has an attribute {name} = {_shown(dataset.attrs, name)}, which does not say for which of "
+                f"the table has an attribute {name} = {_shown(dataset.attrs, name)}, which does not say for which of "
                 "the members it is"
             )
         if member in value.dtype.names:
@@ -249,7 +249,7 @@ def _packing(
         else:
             found.unseen_default = says_nothing_else
     if packing.get("stored_as") == "uint64" and "float_dtype" not in packing and not packing["missing"]:
-        raise _Unclear("it is uint64 by _Unsigned, which torch cannot compute with")
+        raise _Unclear("the values are uint64 by _Unsigned, which torch cannot compute with")
     return packing
 
 
@@ -335,7 +335,7 @@ def _add_neighbours(
         found.changes = True
         if found.mask[1] is None and file[found.mask[0]].shape != dataset.shape:
             raise _Unclear(
-                f"its mask {found.mask[0]} has shape {file[found.mask[0]].shape}, not {dataset.shape}"
+                f"the mask {found.mask[0]} has shape {file[found.mask[0]].shape}, not {dataset.shape}"
             )
 
 
@@ -420,9 +420,9 @@ def _numbers(attributes: Any, name: str) -> list[Any]:
         if array.dtype.kind in "SUO":
             array = np.array([float(text_of(one)) for one in array.tolist()])
     except (TypeError, ValueError, OSError, RuntimeError, KeyError) as error:
-        raise _Unclear(f"its attribute {name} is not a number ({error})") from error
+        raise _Unclear(f"the attribute {name} is not a number ({error})") from error
     if array.dtype.kind not in "iufb" or not len(array):
-        raise _Unclear(f"its attribute {name} is {_shown(attributes, name)}, which is not a number")
+        raise _Unclear(f"the attribute {name} is {_shown(attributes, name)}, which is not a number")
     if array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     return list(array.astype(array.dtype.newbyteorder("=")))

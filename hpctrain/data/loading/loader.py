@@ -177,7 +177,7 @@ class LoaderState:
             value: Any = document.get(field.name) if isinstance(document, Mapping) else None
             if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
                 raise DataError(
-                    f"this is not a state of a loader: its {field.name} is {value!r}, not "
+                    f"this is not a state of a loader: the entry {field.name} is {value!r}, not "
                     f"{'a string' if kind is str else 'an integer of at least 0'}; pass what state_dict() returned"
                 )
             values[field.name] = value

@@ -276,7 +276,9 @@ def test_a_partner_whose_disk_fails_says_so_before_all_was_sent(tmp_path: Path) 
     with (
         serving(store) as partner,
         file_size_limit(3 << 20),
-        pytest.raises(PartnerError, match=r"node right, after .* bytes: the node reports: cannot write .*limit"),
+        pytest.raises(
+            PartnerError, match=r"node right, after .* bytes: the node reports: cannot write .*limit"
+        ),
     ):
         send_file(large, offer=offer_of(large), partner=partner, token=TOKEN, on_bytes=sent.append)
     assert sum(sent) < 1 << 29
