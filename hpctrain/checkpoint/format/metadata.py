@@ -83,8 +83,8 @@ def _block(magic: bytes, values: dict[str, Any]) -> bytes:
 class PartSeal:
     """Header of a part file, which is any file but the main one.
 
-    `id` and `step` identify the checkpoint; `number` is the index of the file among the checkpoint's `num_files`
-    files. This header does not commit the file: the hashes of a part file are in the main file.
+    `id` and `step` identify the checkpoint; `number` is the index of the file among the checkpoint's `num_files` files.
+    This header does not prove that the file is complete: the hashes of a part file are in the main file.
     """
 
     id: str

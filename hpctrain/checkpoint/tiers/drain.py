@@ -1,6 +1,6 @@
 """Copies a finished checkpoint file in pieces of bounded size: hashed, rate-limited, and flushed to disk.
 
-Not collective: the leader of a node does this in the background.
+Not collective: the leader of a node, its lowest rank, does this in the background.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     LOCAL/<run>/<node>/partner/step-00000050/data-00000.h5    sent by the leader of another node
     LOCAL/<run>/<node>/partner/step-00000050.json
 
-LOCAL is the argument `local` of `Tiers.open`. Not collective: called by the leader of the node.
+LOCAL is the argument `local` of `Tiers.open`. Not collective: called by the leader of the node, its lowest rank.
 """
 
 from __future__ import annotations

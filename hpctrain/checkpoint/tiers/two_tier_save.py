@@ -112,7 +112,7 @@ class Tiers:
         keep_local: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Tiers:
-        """Creates this node's folder `local/<run>/<node>`, and connects each node to the next one, its partner.
+        """Opens the two locations of a run's checkpoints, node storage and the shared folder. Collective.
 
         Collective.
 
