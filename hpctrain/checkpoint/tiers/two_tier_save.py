@@ -114,7 +114,8 @@ class Tiers:
     ) -> Tiers:
         """Opens the two locations of a run's checkpoints, node storage and the shared folder. Collective.
 
-        Collective.
+        Creates this node's folder `local/<run>/<node>`. Connects each node to the next node, its partner, to which the
+        node's files are copied.
 
         Args:
             local: A directory on node storage; its path may differ between nodes.
