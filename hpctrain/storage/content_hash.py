@@ -14,5 +14,8 @@ HASH_DIGITS = 16
 
 
 def hash_of(data: Any) -> str:
-    """Returns the hash of a bytes-like object. The speed is 31 GB/s on one core, a multiple of that of writing."""
+    """Returns the hash of a bytes-like object: xxh3_64, 16 hex digits. Hashing is several times as fast as writing.
+
+    The speed is 31 GB/s on one core.
+    """
     return str(xxhash.xxh3_64_hexdigest(data))

@@ -10,7 +10,7 @@ def split_evenly(num: int, *, num_parts: int) -> list[int]:
 
 
 def part_of(num: int, *, part: int, num_parts: int) -> tuple[int, int]:
-    """Returns the index of the first element of part `part` of `split_evenly`, and the index after its last element."""
+    """Returns the range (start, stop) of the elements in part `part`, if `num` elements are split by `split_evenly`."""
     whole, rest = divmod(num, num_parts)
     first = part * whole + min(part, rest)
     return first, first + whole + (part < rest)

@@ -37,7 +37,7 @@ class Filesystem:
 
     @property
     def is_written_past_cache(self) -> bool:
-        """True if writes that bypass the page cache are faster.
+        """True if writes that bypass the page cache are faster on this type of filesystem.
 
         This was measured on ext4; xfs implements such writes in the same way.
         """
@@ -64,7 +64,7 @@ def filesystem_of(path: Path) -> Filesystem:
 
 
 def on_mount(mounts: Iterable[tuple[str, T]], *, path: Path) -> T | None:
-    """Returns the value of the mount on which `path` lies; None if `path` lies on no mount in `mounts`. Pure.
+    """Returns the value, in the list `mounts`, of the mount on which `path` lies; None if there is no such mount. Pure.
 
     `mounts` lists (mount point, value) in the order of mounting. If several mounts have the same mount point, the
     last mount is used, since only that mount is visible. `path` is absolute, without symbolic links.

@@ -43,10 +43,11 @@ def sync_directory(directory: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, partial: Path, durable: bool = False) -> None:
-    """Writes a file that readers see whole or not at all, by renaming it from `partial`. Raises OSError.
+    """Writes `content` to the file `path` so that readers see either the old or the whole new file. Raises OSError.
 
-    `partial` is a path in the same directory that no other process uses. With `durable`, the content is flushed to
-    disk before the rename; the rename itself is on disk after `sync_directory`.
+    The content is first written to `partial`, which is then renamed. `partial` is a path in the same directory that no
+    other process uses. With `durable`, the content is flushed to disk before the rename; the rename itself is on disk
+    after `sync_directory`.
     """
     with partial.open("wb") as file:
         file.write(content)

@@ -70,11 +70,14 @@ class Holder:
 
     @classmethod
     def from_json(cls, value: Any) -> Holder:
-        """Decodes a holder. Raises KeyError, TypeError or ValueError if `value` does not describe a holder."""
+        """Decodes the description of a process that holds a lease.
+
+        Raises KeyError, TypeError or ValueError if `value` is not such a description.
+        """
         return cls(**{f.name: type_of(value[f.name]) for f, type_of in zip(fields(cls), _TYPES, strict=True)})
 
     def has_ended(self, *, seen_by: Holder) -> bool | None:
-        """Returns whether this process has ended; None if the process `seen_by`, which asks, cannot tell.
+        """Returns whether the process that this object describes has ended; None if `seen_by`, which asks, cannot tell.
 
         If both processes belong to the same Slurm job, but to different starts of the job (which Slurm has
         requeued) or to different attempts of the supervisor, the process of the earlier start or attempt has ended, and
@@ -115,7 +118,7 @@ _TYPES = (str, str, int, str, str, int, str, int, int, float)
 
 
 def _state_and_ticks(pid: int) -> tuple[str, int]:
-    """Returns the state of a process, and its start in clock ticks since the machine's boot.
+    """Returns the state of a process, a letter as in /proc, and its start time in clock ticks since the boot.
 
     Returns ("", 0) if there is no such process.
     """
@@ -178,7 +181,7 @@ _lost: set[tuple[object, ...]] = set()
 
 @dataclass(frozen=True, slots=True)
 class LeaseLocation:
-    """Where the lease files of a directory are: the folder of these files, and the prefix of the file names.
+    """Where the files are that record who may write to a directory (leases): their folder, the prefix of their names.
 
     `subject` is the directory itself, for messages.
     """
@@ -193,7 +196,10 @@ class LeaseLocation:
 
     @classmethod
     def in_parent_of(cls, directory: Path) -> LeaseLocation:
-        """Returns the place in the parent of `directory`; in `directory` if the parent cannot be read and written."""
+        """Returns a location of lease files in the parent of `directory`.
+
+        If the parent cannot be read and written, the location is in `directory` itself.
+        """
         folder = directory.parent
         if folder == directory or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             return cls.within(directory)
@@ -203,7 +209,10 @@ class LeaseLocation:
         return self.folder / f"{self.prefix}{number:08d}"
 
     def newest(self) -> int:
-        """Returns the highest number of a lease; 0 if there is no lease."""
+        """Returns the number of the newest lease on the directory; 0 if there is no lease.
+
+        Leases are numbered from 1.
+        """
         return max((number for number, partial in self._files().values() if not partial), default=0)
 
     def remove_older(self, number: int) -> None:
@@ -214,7 +223,7 @@ class LeaseLocation:
                     path.unlink()
 
     def _files(self) -> dict[Path, tuple[int, bool]]:
-        """Returns for each lease file its number, and whether it is partial: still being written."""
+        """Returns for each lease file the number of the lease, and True if the file is still being written."""
         pattern = re.compile(re.escape(self.prefix) + r"(\d{8})(\.[0-9a-f]{16})?")
         with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             matches = [match for entry in entries if (match := pattern.fullmatch(entry.name))]
@@ -223,12 +232,15 @@ class LeaseLocation:
 
 
 class InUseError(Exception):
-    """Another process has the lease. The text says which process, and what to do."""
+    """Raised if another process has the lease on a directory. The message says which process, and what to do."""
 
 
 @final
 class Lease:
-    """A lease that this process holds, and renews in a thread. Create it with `take`."""
+    """A lease on a directory that this process holds, and renews in a thread. Create it with `take`.
+
+    While a process holds the lease, no other process writes to the directory.
+    """
 
     def __init__(self, place: LeaseLocation, number: int, holder: Holder, *, keeps_number: bool) -> None:
         self._place = place
@@ -252,10 +264,10 @@ class Lease:
     ) -> Lease:
         """Takes and returns the lease on `place`, whose folder must exist, unless another process holds it.
 
-        For a holder on this machine, or of another start of this Slurm job, it is known whether the holder still runs.
-        Any other holder is watched for `lost_after_s` seconds, to see whether this holder renews the lease; before
-        that, `say` is called with a line that announces the wait. Raises InUseError if another process holds the lease,
-        and OSError if the directory cannot be written to.
+        If another process holds the lease and runs on this machine, or belongs to another start of this Slurm job, it
+        is known whether that process still runs. Any other holder is watched for `lost_after_s` seconds, to see whether
+        this holder renews the lease; before that, `say` is called with a line that announces the wait. Raises
+        InUseError if another process holds the lease, and OSError if the directory cannot be written to.
         """
         holder = Holder.of_this_process(secrets.token_hex(8), environ=environ)
         watched: tuple[int, bytes] | None = None
@@ -302,7 +314,7 @@ class Lease:
                 return cls(place, number + 1, holder, keeps_number=given_back or may_run)
 
     def check(self) -> None:
-        """Raises InUseError if another process has taken the lease over.
+        """Raises InUseError if another process has taken over the lease from this process.
 
         This looks up two files. If somebody has deleted the file of this lease, the file is created again.
         """
@@ -379,7 +391,10 @@ def _is_given_back(content: bytes) -> bool:
 
 
 def _create(path: Path, holder: Holder) -> bool:
-    """Creates the lease file, with its content at once. Returns False if another process has already created it."""
+    """Creates the lease file `path` together with its content, which describes `holder`.
+
+    Returns False if another process has already created the file.
+    """
     partial = path.with_name(f"{path.name}.{holder.id}")
     partial.write_bytes(_encoded(holder, renewals=0))
     try:
@@ -432,6 +447,8 @@ def take_lease(
     directory: Path, *, in_parent: bool = False, say: Callable[[str], object] = lambda text: None
 ) -> None:
     """Takes the lease on an existing directory, or checks that this process still holds it.
+
+    While a process holds the lease, no other run writes to the directory.
 
     With `in_parent`, the lease file lies in the parent of the directory. This is for directories whose content
     users list. Looks up two files if this process already holds the lease. Raises InUseError if another process

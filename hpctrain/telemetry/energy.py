@@ -37,7 +37,7 @@ class EnergyCounter(Protocol):
 
 @final
 class Increase:
-    """Sums the increases of a counter since its first value, even if the counter restarts at 0.
+    """Computes how much a counter has increased since its first value, even if the counter restarts at 0.
 
     wraps_after: the largest value of the counter, after which it continues at 0. None: the counter does not wrap; if a
     value is smaller than the previous value, the counter was reset, and the increase between the previous value and the
@@ -50,7 +50,10 @@ class Increase:
         self._total = 0
 
     def to(self, value: int) -> int:
-        """Returns the increase from the first value to `value`. The counter may wrap at most once between two calls."""
+        """Returns the increase from the counter's first value to `value`, its value now.
+
+        The counter may restart at 0 at most once between two calls.
+        """
         step = value - self._last
         if step < 0:
             step = value if self._wraps_after is None else value + self._wraps_after - self._last
@@ -225,7 +228,9 @@ def open_counters(root: Path = Path("/")) -> list[EnergyCounter]:
 
 
 def total_j(joules: Mapping[str, float]) -> float:
-    """Returns the energy of a node from its energies by source.
+    """Returns the energy of a node, in joules.
+
+    joules: the joules that each kind of energy counter has measured, by the name of the kind.
 
     If a counter measures the whole node, its value is the result, since it includes the energy of all other counters.
     Otherwise the result is the sum.
@@ -236,7 +241,7 @@ def total_j(joules: Mapping[str, float]) -> float:
 
 @final
 class EnergyMeter:
-    """Reads `counters` every `every_s` seconds on a thread, from `start` to `close`.
+    """Reads the energy counters `counters` every `every_s` seconds on a thread, from `start` to `close`.
 
     The first reading includes the energy since the counters were opened. A thread is used because a call of the driver
     takes milliseconds, and because a step may last longer than a counter takes to wrap.

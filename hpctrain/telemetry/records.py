@@ -40,7 +40,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 class RecordWriter:
-    """Appends records to the file `path`, whose folder must exist.
+    """Appends records (JSON objects about steps and events of a run) to the file `path`, whose folder must exist.
 
     Records of steps are collected for `every_s` seconds and written together, since each write may be a request to a
     server that thousands of ranks share. Any other record is written at once, together with the step records collected
@@ -79,11 +79,14 @@ class RecordWriter:
         self._file: IO[bytes] | None = self._open() if kinds is None else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes or collects a record. If writing fails, prints one message, and no record is written from then on."""
+        """Writes a record, or keeps it to be written later with others. Also passes the record to the sinks.
+
+        If writing fails, one message is printed, and no record is written from then on.
+        """
         self.write_all([record])
 
     def observe(self, record: dict[str, Any]) -> None:
-        """Passes a record to the sinks without writing it."""
+        """Passes a record to the sinks (objects that receive all records) without writing it to the file."""
         self._sinks.receive(record)
 
     def write_all(self, records: Sequence[dict[str, Any]]) -> None:
@@ -100,7 +103,10 @@ class RecordWriter:
             self._write()
 
     def close(self) -> None:
-        """Writes the collected records. Later records are ignored. The sinks stay open."""
+        """Writes the records that were kept to be written later. Records that come afterwards are not written.
+
+        The sinks, which receive all records, stay open.
+        """
         self._write()
         self._ended = True
         if self._file is not None:
@@ -133,9 +139,10 @@ class RecordWriter:
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Removes an incomplete last line, left by a killed rank, since the next record would be appended to it.
+    """Removes an incomplete last line of a file of records, which a killed rank may have left.
 
-    Reads backwards to the end of the last complete line, which usually takes one block, however large the file is.
+    Otherwise the next record would be appended to that line. Reads backwards to the end of the last complete line,
+    which usually takes one block, however large the file is.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 @final
 class RunDirectory:
-    """The files of one run directory. Each call reads the file again.
+    """Reads the files of one run directory. Each call of a method reads its file again.
 
     Args:
         error: The class of the errors that are raised for files that cannot be read.
@@ -27,7 +27,10 @@ class RunDirectory:
         self._error = error
 
     def environment(self) -> Document:
-        """Returns the environment of the newest start. Raises an error if the run has no environment.json."""
+        """Returns the content of environment.json: software and machine of the newest start of the run.
+
+        Raises an error if the run has no such file.
+        """
         found = self.document("environment.json")
         if found is None:
             raise self._error(
@@ -37,7 +40,10 @@ class RunDirectory:
         return found
 
     def starts(self) -> list[Document]:
-        """Returns the lines of starts.jsonl, oldest first; empty if training has never begun."""
+        """Returns the lines of starts.jsonl, one JSON object per start of the run, oldest first.
+
+        Returns an empty list if training has never begun.
+        """
         path = self.path / "starts.jsonl"
         try:
             return list(read_records(path))
@@ -51,7 +57,7 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def summary(self) -> Document | None:
-        """Returns the summary; None if no start has ended normally."""
+        """Returns the content of summary.json; None if no start of the run has ended normally."""
         return self.document(self.summary_path.name)
 
     def document(self, name: str) -> Document | None:
@@ -90,7 +96,7 @@ class RunDirectory:
             ) from error
 
     def newest_steps(self, *, max_bytes: int) -> list[Document]:
-        """Returns the records of steps in the last `max_bytes` of rank 0's file, oldest first."""
+        """Returns the records of steps in the last `max_bytes` bytes of rank 0's file of records, oldest first."""
         path = self.records_path(0)
         try:
             with path.open("rb") as file:

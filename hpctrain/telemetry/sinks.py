@@ -20,17 +20,17 @@ Record = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """The interface of an object that receives every record of one rank, on the thread that trains.
+    """The interface of an object that receives every record (JSON object about a step or event) of one rank.
 
-    The records are those of `docs/metrics.md`, including steps that `telemetry.metrics_every_steps` leaves out of the
-    files. There are two further kinds: `begins` (sent first, when training starts) and `checkpoint_begun`. A sink must
-    not change records.
+    Records are passed on the thread that trains. The records are those of `docs/metrics.md`, including steps that
+    `telemetry.metrics_every_steps` leaves out of the files. There are two further kinds: `begins` (sent first, when
+    training starts) and `checkpoint_begun`. A sink must not change records.
     """
 
     name: str  # for messages, as "Prometheus endpoint"
 
     def receive(self, record: Record) -> None:
-        """Takes a record within some microseconds. Longer work belongs on a thread of the sink.
+        """Receives a record. This must take only some microseconds; longer work belongs on a thread of the sink.
 
         If `receive` raises an Exception, the sink is closed and gets no more records.
         """
@@ -52,7 +52,7 @@ class Sinks:
         self._warn = warn or _print_warning
 
     def open(self, name: str, make: Callable[[], Sink]) -> None:
-        """Adds the sink that `make` returns.
+        """Adds the sink (an object that receives all records of the run) that `make` returns.
 
         If `make` raises an Exception, the exception is reported and the run continues without the sink.
 
@@ -64,7 +64,7 @@ class Sinks:
             self._warn(f"the {name} could not be opened: {_describe(error)}; training goes on without it")
 
     def receive(self, record: Record) -> None:
-        """Passes a record to all sinks. Does not raise."""
+        """Passes a record to all sinks. Raises no errors: a sink that fails is closed."""
         for sink in tuple(self._sinks):
             try:
                 sink.receive(record)
@@ -140,8 +140,9 @@ _CLOSING_MAY_TAKE_S = 5.0
 class TensorBoardSink:
     """Writes an event file into `folder`, on its own thread. Only rank 0 needs this sink.
 
-    A record `begins` or `roll_back` makes earlier events of the steps that are trained again obsolete; TensorBoard
-    hides obsolete events. Raises ImportError if tensorboard is not installed, OSError if the file cannot be created.
+    A record of kind `begins` or `roll_back` makes earlier events of the steps that are trained again obsolete;
+    TensorBoard hides obsolete events. Raises ImportError if tensorboard is not installed, OSError if the file cannot be
+    created.
     """
 
     name = "file for TensorBoard"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 class PartKind(enum.Enum):
-    """What a rank does in a part of a step. Parts are shown in the order of their kinds."""
+    """What a rank does in one part of the time of a step. Parts are shown in the order of their kinds."""
 
     COMPUTING = enum.auto()  # what the share of computing counts as computing
     REDUCTION = enum.auto()  # lowers the parallel efficiency
@@ -22,12 +22,12 @@ class PartKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
-    """One part of a rank's time. All parts add up to the step.
+    """One part of the time that a rank spends on a step, such as waiting for data. All parts add up to the step.
 
     Attributes:
-        name: The name in efficiencies, in reports, and in the metric of all ranks' time.
-        key: The name in the records of a rank, and in the metric of that rank's time. Two parts have the same key if
-            only a comparison of the ranks can tell them apart.
+        name: Name of the part in efficiencies, in reports, and in the metric of all ranks' time.
+        key: Name of the part in the records of a rank, and in the metric of that rank's time. Two parts have the same
+            key if only a comparison of the ranks can tell them apart.
         letter: The letter that stands for the part in the terminal.
         style: The style of that letter, in the notation of the library rich.
         measured: True if `StepClock` measures the part on the main thread. Other parts are computed from measured
@@ -98,7 +98,7 @@ Observer = Callable[[str, float, float], object]
 
 
 class StepClock:
-    """Sums seconds by name from one `lap` to the next.
+    """Measures what the time of a step is spent on: sums seconds by name from one call of `lap` to the next.
 
     The times of the names in `CLOCK_KEYS` do not overlap, since all of these times are on the main thread. Together
     with `other`, the rest, they add up to `step`.
@@ -109,7 +109,8 @@ class StepClock:
     the time in which this rank wrote its part of a checkpoint, on any thread, in the step in which the checkpoint was
     committed.
 
-    observer: a function that is called for each span of a name in `CLOCK_KEYS`; None: no function.
+    observer: a function that is called with name, start and end of each measured time of a name in `CLOCK_KEYS`, in
+    seconds of `time.perf_counter`; None: no function.
     """
 
     def __init__(self) -> None:
@@ -120,7 +121,10 @@ class StepClock:
 
     @contextmanager
     def span(self, name: str, *, what: str | None = None) -> Iterator[None]:
-        """Adds the duration of the `with` block to `name`, even if the block raises. `what` is as in `add`."""
+        """Adds the duration of the `with` block to the seconds of `name`, even if the block raises an error.
+
+        what: the name that is passed to the observer; None: `name`.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -128,7 +132,7 @@ class StepClock:
             self.add(name, seconds=time.perf_counter() - started, what=what)
 
     def add(self, name: str, *, seconds: float, ended: float | None = None, what: str | None = None) -> None:
-        """Adds `seconds` to `name`.
+        """Adds `seconds` to the seconds of `name`, one of the things that the time of a step is spent on.
 
         ended: the end of the span, by `time.perf_counter`; None: now. what: the name for the observer; None: `name`.
         """
@@ -138,19 +142,25 @@ class StepClock:
             self.observer(what or name, end - seconds, end)
 
     def recount(self, begin: float, end: float, *, of: str, to: str) -> None:
-        """Moves the time from `begin` to `end`, by `time.perf_counter`, from the name `of` to the name `to`."""
+        """Subtracts the time from `begin` to `end` from the seconds of the name `of`, and adds it to those of `to`.
+
+        `begin` and `end` are seconds of `time.perf_counter`.
+        """
         self._seconds[of] -= end - begin
         self.add(to, seconds=end - begin, ended=end)
 
     def sync_ended(self, at: float) -> None:
-        """Stores when the step's reduction ended, by `time.perf_counter`. Only the last call before `lap` counts."""
+        """Stores when the step's reduction ended: `at`, in seconds of `time.perf_counter`.
+
+        Only the last call before `lap` counts.
+        """
         self._sync_ended = at
 
     def lap(self) -> dict[str, float]:
-        """Returns the seconds by name since the last lap, and starts the next lap.
+        """Returns what the time since the last call was spent on, in seconds by name, and sets all seconds to 0.
 
-        `step` is the total time, and `other` the time that no name in `CLOCK_KEYS` has. `after_sync` is 0 if
-        `sync_ended` was not called.
+        In the result, `step` is the total time, and `other` the time that no name in `CLOCK_KEYS` has. `after_sync` is
+        0 if `sync_ended` was not called.
         """
         now = time.perf_counter()
         seconds = self._seconds

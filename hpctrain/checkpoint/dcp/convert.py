@@ -61,35 +61,39 @@ from hpctrain.version import __version__
 def locate_tensor(
     directory: Path, place: ArchiveLocation, *, dtype: str, shape: Sequence[int], verify: bool
 ) -> Located:
-    """Returns where the content of the tensor in a torch.save archive lies in its file.
+    """Returns where the bytes of the tensor in an archive of torch.save lie in the archive's file.
 
-    With `verify`, the content is also compared with the archive's CRC-32. Raises CheckpointError if the archive
-    does not hold one tensor of this dtype and shape.
+    `place` is the location of the archive in the checkpoint `directory`. With `verify`, the content is also compared
+    with the archive's CRC-32. Raises CheckpointError if the archive does not hold one tensor of this dtype and shape.
     """
     with open_archive(directory / place.file, begin=place.begin, num_bytes=place.num_bytes) as archive:
         found = archive.locate(archive.description(verify=verify), verify=verify)
         if found.dtype != dtype or found.shape != tuple(shape):
             raise CheckpointError(
-                f"it holds {found.dtype} {list(found.shape)}, but the metadata says {dtype} {list(shape)}"
+                f"the archive holds {found.dtype} {list(found.shape)}, but the metadata says {dtype} {list(shape)}"
             )
     return found
 
 
 def read_object(directory: Path, place: ArchiveLocation, *, verify: bool) -> Any:
-    """Returns the value in a torch.save archive, read by `read_pickled_data` without unpickling.
+    """Returns the value in an archive of torch.save, without unpickling, as `read_pickled_data` describes it.
 
-    Raises CheckpointError.
+    `place` is the location of the archive in the checkpoint `directory`. With `verify`, the bytes are compared with the
+    archive's CRC-32. Raises CheckpointError.
     """
     with open_archive(directory / place.file, begin=place.begin, num_bytes=place.num_bytes) as archive:
         return archive.description(verify=verify)
 
 
 def as_json(value: Any) -> Any:
-    """Returns plain data as JSON values, with tuples as lists. Raises CheckpointError for anything but plain data."""
+    """Returns plain data (dicts, lists, tuples, text, numbers, bool, None) as JSON values, with tuples as lists.
+
+    Raises CheckpointError for anything else.
+    """
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is not plain data: {error}") from error
+        raise CheckpointError(f"the object is not plain data: {error}") from error
 
 
 # Makes a checkpoint from a checkpoint of torch.distributed.checkpoint, whose files are memory-mapped.
@@ -105,8 +109,8 @@ class DcpImport:
     Attributes:
         saved: The new checkpoint.
         num_tensors: Number of imported tensors.
-        left_out: Objects of the DCP checkpoint that were not imported since they are not plain data. Maps the key
-            of each object to the reason.
+        left_out: Objects of the DCP checkpoint that were not imported, since they are not plain data: maps the key of
+            each object to the reason.
     """
 
     saved: SaveResult
@@ -144,7 +148,8 @@ def import_dcp(
         directory: Directory of checkpoints in which the new one is created.
         comm: The ranks that share the work.
         step: Step of the new checkpoint; required unless `export_dcp` wrote the source.
-        under: Import only the keys below this path, such as "app" of a state dict {"app": {"model": ...}}.
+        under: Import only the entries below this path in the state dict (keys joined by dots), such as "app" of a state
+            dict {"app": {"model": ...}}.
         files: Number of files. 1: a single file; larger: a folder of that many files.
         replace: Replace an existing checkpoint of the same step.
         verify: Compare the tensors' bytes with the CRC-32 that torch.save stores with them. Pass False for
@@ -191,9 +196,10 @@ def import_dcp(
 def _selected(
     metadata: DcpMetadata, under: str, *, source: Path
 ) -> tuple[dict[str, DcpTensor], list[DcpObject]]:
-    """Returns the tensors below the path `under`, by their names in our checkpoint, and the objects below it.
+    """Returns the tensors and the objects of a DCP checkpoint whose paths begin with `under`.
 
-    Raises CheckpointError if there are no tensors, or if several would get the same name.
+    The tensors are returned by their names in the new checkpoint. Raises CheckpointError if there are no tensors, or if
+    several would get the same name.
     """
     tensors = [replace(t, path=path) for t in metadata.tensors if (path := below(t.path, under)) is not None]
     objects = [replace(o, path=path) for o in metadata.objects if (path := below(o.path, under)) is not None]
@@ -214,7 +220,10 @@ def _selected(
 
 
 def _document(objects: Sequence[DcpObject], *, source: Path, num_tensors: int, verify: bool) -> list[Any]:
-    """Returns the step (or None), the document, and for each object that is left out its key and the reason. Rank 0."""
+    """Makes the document of the new checkpoint from the objects of the DCP checkpoint. Called on rank 0.
+
+    Returns the step (or None), the document, and a dict with the key of each object that is left out and the reason.
+    """
     values: list[tuple[tuple[str | int, ...], Any]] = []
     left_out: dict[str, str] = {}
     for item in objects:
@@ -258,7 +267,7 @@ def _document(objects: Sequence[DcpObject], *, source: Path, num_tensors: int, v
 def _locate(
     tensors: Mapping[str, DcpTensor], source: Path, *, comm: Collective, verify: bool
 ) -> dict[str, list[Located]]:
-    """Returns where each chunk of each tensor lies. Collective: the ranks share the reading."""
+    """Returns where the bytes of each tensor's chunks lie in the files. Collective: the ranks share the reading."""
     units = [(name, tensor, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks]
 
     def own_part() -> list[list[Any]]:
@@ -298,7 +307,7 @@ def _items(
     rank: int,
     num_ranks: int,
 ) -> list[Replicated | TensorShard]:
-    """Returns the memory-mapped items that `rank` of `num_ranks` passes to the save.
+    """Returns the memory-mapped tensors that rank `rank` of `num_ranks` ranks passes to the save.
 
     A tensor stored in one chunk is `Replicated`, the same on every rank. Tensors in several chunks become shards,
     which are distributed over the ranks.
@@ -338,7 +347,10 @@ def _items(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Unit:
-    """Content of one archive: a box of a tensor, or an object. `number` counts the boxes of the tensor from 0."""
+    """What one archive of a DCP checkpoint will contain: a box (rectangular region) of a tensor, or an object.
+
+    If `box` is None, `content` is the object. `number` is the index of the box among the boxes of the tensor.
+    """
 
     key: str
     content: StoredTensor | Any
@@ -372,7 +384,8 @@ def export_dcp(
         directory: The new directory; it must not exist, or be empty.
         comm: The ranks that share the work.
         weights: Write only the model, under the keys of its own state dict, and nothing else.
-        under: Path put before every key, such as "app" for a state dict {"app": {"model": ...}}.
+        under: Keys joined by dots that are put before every key, such as "app" for a state dict {"app": {"model":
+            ...}}.
         progress: Called with the number of bytes of this rank's share written so far, and with the size of the
             share.
 
@@ -424,9 +437,10 @@ def export_dcp(
 
 
 def _objects(checkpoint: Checkpoint) -> list[tuple[names.Path, Any]]:
-    """Returns everything in the document that is written as an object of its own, with its path.
+    """Returns the objects that a DCP checkpoint gets besides tensors, each after its path in the state dict.
 
-    Entries whose form is not the one that a run or `import_dcp` writes stay in the document only.
+    They are made from the checkpoint's document. Entries of the document that have not the form which a run or
+    `import_dcp` writes do not become objects of their own, but remain in the document, which is one of the objects.
     """
     document = dict(checkpoint.document)
     own = {"version": __version__, "step": checkpoint.step, "document": document}
@@ -447,7 +461,10 @@ def _objects(checkpoint: Checkpoint) -> list[tuple[names.Path, Any]]:
 
 
 def _value(encoded: Any) -> Any:
-    """Returns the Python value that the document's JSON encodes, or the JSON itself if it refers to tensors."""
+    """Returns the Python value that `encoded`, JSON in a checkpoint's document, stands for.
+
+    If the JSON refers to tensors, returns the JSON itself.
+    """
     try:
         return decode(encoded, get=get_inline, where="the document")
     except CheckpointError:
@@ -466,7 +483,7 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _create(target: Path) -> str:
-    """Creates the directory under a temporary name and returns its path. Rank 0."""
+    """Creates the directory of an export under a temporary name, and returns its path. Called on rank 0."""
     partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(8)}")
     with explained(action="create", path=partial):
         partial.mkdir(parents=True)
@@ -485,7 +502,10 @@ def _write(
     comm: Collective,
     progress: Callable[[int, int], None],
 ) -> list[tuple[int, int]]:
-    """Writes this rank's archives, one after another, and returns the first byte and the length of each."""
+    """Writes this rank's archives to one file, and returns the offset and the length of each in bytes.
+
+    `units` contains the contents of all ranks' archives.
+    """
     mine = units[comm.rank :: comm.num_ranks]
     total = sum(_num_bytes(unit) for unit in mine)
     done, places = 0, []
@@ -530,9 +550,10 @@ def _commit(
     parts: Sequence[Sequence[Sequence[int]]],
     paths: Mapping[str, names.Path],
 ) -> int:
-    """Writes the metadata, renames the directory to its final name, and returns the total length of its files.
+    """Finishes an export: writes the metadata, and renames the directory from `partial` to `target`.
 
-    Rank 0.
+    Called on rank 0. Returns the total length of the files in bytes. `parts` contains, for each rank, the offset and
+    the length of each archive in the rank's file.
     """
     # Imported here, since it takes a second. _StorageInfo is not public, but it is what DCP's metadata consists of.
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -41,22 +41,29 @@ def key_of(path: Path) -> str:
 
 
 def guessed_path(key: str) -> Path:
-    """Returns the likely path of the value with this key, for checkpoints that do not record paths."""
+    """Returns the likely path, in the nested state dict, of the value with DCP's key `key`.
+
+    Used for DCP checkpoints that do not record paths.
+    """
     first, *rest = key.split(".", 1)
     return (first, *rest) if first in (MODEL, OPTIMIZER, OUR_OPTIMIZER[:-1]) else (key,)
 
 
 def below(path: Path, root: str) -> Path | None:
-    """Returns what follows `root`, keys joined by dots, in `path`; None if `path` does not lie below `root`."""
+    """Returns the rest of `path` after the keys in `root`; None if `path` does not begin with these keys.
+
+    `path` is a tuple of keys in a nested state dict, and `root` a text of keys joined by dots.
+    """
     parts = tuple(root.split(".")) if root else ()
     return path[len(parts) :] if path[: len(parts)] == parts and len(path) > len(parts) else None
 
 
 def optimizer_path(path: Path) -> Path | None:
-    """Returns the path within the optimizer's state dict, or None if `get_optimizer_state_dict` makes no such path.
+    """Returns the part of `path` that lies within the optimizer's state dict, or None for any other path.
 
-    The result is (`state`, parameter, key, ...) or (`param_groups`, index, key), also if the state dict was
-    flattened. The optimizer may be called "optim" or "optimizer".
+    `path` is a path of keys in a nested state dict. Only paths that `get_optimizer_state_dict` can make count. The
+    result is (`state`, parameter, key, ...) or (`param_groups`, index, key), also if the state dict was flattened. The
+    optimizer may be called "optim" or "optimizer".
     """
     if path[0] not in (OPTIMIZER, OUR_OPTIMIZER[:-1]) or len(path) < 2:
         return None
@@ -72,7 +79,10 @@ def optimizer_path(path: Path) -> Path | None:
 
 
 def tensor_name(path: Path) -> str:
-    """Returns the name that the tensor at `path` gets in an hpctrain checkpoint."""
+    """Returns the name that a tensor of a DCP checkpoint gets in an hpctrain checkpoint.
+
+    `path` is the path of the tensor in the nested state dict: a tuple of keys.
+    """
     found = optimizer_path(path)
     if found is not None and found[0] == STATE:
         return OUR_OPTIMIZER + SEPARATOR.join(map(str, found[1:]))
@@ -102,7 +112,10 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArchiveLocation:
-    """Where a torch.save archive lies: the file of the checkpoint, the archive's first byte and its length in bytes."""
+    """Where an archive of torch.save lies in a checkpoint: name of the file, offset of its first byte, length.
+
+    Offset and length are in bytes.
+    """
 
     file: str
     begin: int
@@ -222,17 +235,19 @@ def _what_it_is(directory: FilePath) -> str:
 
 
 def _metadata(value: Any) -> DcpMetadata:
-    """Converts a record of DCP's class `Metadata`.
+    """Converts the pickled content of a DCP checkpoint's file `.metadata`.
+
+    `value` is a `Record` that describes an object of DCP's class `Metadata`; the object was not created.
 
     Raises KeyError, TypeError, ValueError or CheckpointError if `value` is not a valid one.
     """
     state = _state(value, f"{_CLASSES}Metadata")
     version = state.get("version")
     if version not in (None, VERSION):
-        raise CheckpointError(f"its version is {version!r}; only {VERSION} and earlier can be read")
+        raise CheckpointError(f"the metadata has version {version!r}; only {VERSION} and earlier can be read")
     entries, storage, paths = state["state_dict_metadata"], state["storage_data"], state.get("planner_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not isinstance(paths, dict | None):
-        raise TypeError("a part of it is not a dict")
+        raise TypeError("a part of the metadata is not a dict")
     places: dict[tuple[str, tuple[int, ...] | None], ArchiveLocation] = {}
     for index, info in storage.items():
         where = _state(index, f"{_CLASSES}MetadataIndex")
@@ -291,10 +306,14 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
         if place.file not in lengths:
             # The metadata must not make us open files outside its directory.
             if place.file != FilePath(place.file).name or place.file in ("", ".."):
-                raise CheckpointError(f"it names the file {place.file!r}, which is not a plain file name")
+                raise CheckpointError(
+                    f"the metadata names the file {place.file!r}, which is not a plain file name"
+                )
             path = directory / place.file
             if path.is_symlink() or not path.is_file():
-                raise CheckpointError(f"its file {place.file!r} is missing or is not a regular file")
+                raise CheckpointError(
+                    f"the checkpoint's file {place.file!r} is missing or is not a regular file"
+                )
             lengths[place.file] = path.stat().st_size
         if place.begin < 0 or place.num_bytes < 0 or place.begin + place.num_bytes > lengths[place.file]:
             raise CheckpointError(
@@ -304,7 +323,7 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
     claimed_bytes, file_bytes = sum(t.num_bytes for t in metadata.tensors), sum(lengths.values())
     if claimed_bytes > file_bytes:
         raise CheckpointError(
-            f"its tensors have {claimed_bytes} bytes together, but its files have only {file_bytes}"
+            f"the tensors have {claimed_bytes} bytes together, but the checkpoint's files have only {file_bytes}"
         )
 
 
@@ -312,13 +331,17 @@ def _check_files(metadata: DcpMetadata, directory: FilePath) -> None:
 
 
 def _state(value: Any, name: str, *, kind: type[Any] = dict) -> Any:
-    """Returns the state of the record `value`, which must be of class `name`.
+    """Returns the state of the pickled object `value`, which must be an instance of the class `name`.
 
-    Raises CheckpointError for anything else.
+    `value` is a `Record`: a description of the object, which was not created.
+
+    Raises CheckpointError for anything else. Raises TypeError if the state is not of type `kind`.
     """
     if not isinstance(value, Record) or value.name != name or value.args is None:
         found = value.name if isinstance(value, Record) else type(value).__name__
-        raise CheckpointError(f"it has {found} where {name} is expected: nothing of it was run")
+        raise CheckpointError(
+            f"the metadata has {found} where {name} is expected: nothing in the file was run"
+        )
     # The class without fields, and one whose fields all have their defaults, have no state.
     state = kind() if value.state is None else value.state
     if not isinstance(state, kind):
@@ -327,10 +350,10 @@ def _state(value: Any, name: str, *, kind: type[Any] = dict) -> Any:
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """Returns the numbers in a record of torch.Size."""
+    """Returns the numbers in a torch.Size, of which `value` is the description (`Record`) in a pickle."""
     if not isinstance(value, Record) or value.name != "torch.Size" or value.args is None:
         raise CheckpointError(
-            "it has no torch.Size where a shape or an offset is expected: nothing of it was run"
+            "the metadata has no torch.Size where a shape or an offset is expected: nothing in the file was run"
         )
     (numbers,) = value.args or ((),)
     return tuple(_number(n) for n in numbers)
@@ -344,7 +367,9 @@ def _number(value: Any) -> int:
 
 def _dtype(value: Any) -> str:
     if not isinstance(value, Record) or value.args is not None or not value.name.startswith("torch."):
-        raise CheckpointError("it has no dtype of torch where one is expected: nothing of it was run")
+        raise CheckpointError(
+            "the metadata has no dtype of torch where one is expected: nothing in the file was run"
+        )
     name = value.name.removeprefix("torch.")
     dtype_named(name)
     return name
@@ -366,8 +391,8 @@ def _stored(info: Any) -> ArchiveLocation:
     state = _state(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
     if state.get("transform_descriptors"):
         raise CheckpointError(
-            f"its files were transformed by extensions ({state['transform_descriptors']!r:.100}), such as compression: "
-            "save it without them"
+            f"the checkpoint's files were transformed by extensions ({state['transform_descriptors']!r:.100}), "
+            "such as compression: save the checkpoint without them"
         )
     if type(state["relative_path"]) is not str:
         raise TypeError("the name of a file is not text")

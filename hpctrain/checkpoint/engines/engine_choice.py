@@ -50,7 +50,8 @@ _RANGE_BYTES = 1 << 20
 class Probed:
     """Measured write times of the two engines, in seconds, including fsync.
 
-    Each rank wrote `rank_bytes` bytes. A time is that of the slowest rank, in the better of two repetitions.
+    In the measurement each rank wrote `rank_bytes` bytes. A time is that of the slowest rank, in the better of two
+    repetitions.
     """
 
     rank_bytes: int
@@ -63,7 +64,7 @@ class Probed:
 
 
 def probe(directory: Path, *, comm: Collective) -> Probed:
-    """Measures both engines by writing to `directory`, which must exist. Collective; takes about a second.
+    """Measures the speed of both engines by writing to `directory`, which must exist. Collective; takes a second.
 
     Raises CheckpointError on every rank if any rank cannot write, or reads back bytes that differ.
     """
@@ -90,7 +91,7 @@ def probe(directory: Path, *, comm: Collective) -> Probed:
 
 
 def _one(path: Path, *, engine: str, rank_bytes: int, comm: Collective) -> float:
-    """Writes a file once, verifies its bytes, and returns this rank's write time in seconds. Collective."""
+    """Writes a file once with `engine`, verifies its bytes, and returns this rank's time in seconds. Collective."""
     on_rank_0(comm, lambda: _create(path, num_bytes=rank_bytes * comm.num_ranks), os_error=CheckpointError)
     mine = _pattern(comm.rank, num_bytes=rank_bytes)
     byte_ranges = _byte_ranges(mine, offset=comm.rank * rank_bytes)
@@ -151,7 +152,7 @@ def _compare(path: Path, *, rank: int, num_bytes: int, engine: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """The chosen engine, DIRECT or MPIO.
+    """The chosen engine, DIRECT or MPIO (see `Engine`), which writes the bytes of a checkpoint.
 
     `note` is the reason for the choice in words, and `filesystem` the filesystem of the checkpoint directory as
     rank 0 sees it.
@@ -180,7 +181,7 @@ class EngineChoice:
         Args:
             path: The file, already allocated.
             byte_ranges: The content, as pairs of file offset and bytes.
-            structure: Further byte ranges, which the leader of the file will soon read back.
+            structure: Further byte ranges, which will soon be read back.
             comm: All ranks of the save.
             groups: World ranks that write to each file, for MPIO; see `write_collectively`.
             bypass_cache: Write past the page cache, for DIRECT; see `write_direct`.
@@ -207,7 +208,7 @@ class EngineChoice:
 
 
 def _size_of(path: Path) -> int:
-    """Returns the length of a file in bytes, or 0 on an error: opening the file will then raise it."""
+    """Returns the length of a file in bytes, or 0 after an error, which opening the file will then raise."""
     try:
         return path.stat().st_size
     except OSError:
@@ -289,7 +290,10 @@ def _choose(requested: Engine, *, directory: Path, comm: Collective, in_backgrou
 
 
 def _described(obstacles: Sequence[str | None], *, comm: Collective) -> str | None:
-    """Returns a text that says which ranks cannot use MPI-IO and why, or None if all can."""
+    """Returns a text that says which ranks cannot use MPI-IO and why, or None if all ranks can.
+
+    `obstacles` contains, for each rank, the reason why it cannot use MPI-IO, or None.
+    """
     ranks_by_text: dict[str, list[int]] = {}
     for place, text in enumerate(obstacles):
         if text is not None:

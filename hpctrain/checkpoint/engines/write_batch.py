@@ -1,4 +1,4 @@
-"""Byte ranges that are written to a file: batches of bounded size, a rate limit, joining of contiguous ranges."""
+"""Prepares byte ranges that are written to a file: batches of bounded size, rate limit, joining of neighbours."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ MANY_PIECES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchExtent:
-    """The part of the file that one rank's batch covers, from `begin` to `end` (exclusive).
+    """The part of a file in which the bytes lie that one rank is about to write (its batch).
 
-    The batch consists of `num_pieces` contiguous pieces with `num_bytes` bytes in total.
+    The part begins at `begin` and ends before `end`. The batch consists of `num_pieces` contiguous pieces with
+    `num_bytes` bytes in total; there may be gaps between the pieces.
     """
 
     begin: int
@@ -42,7 +43,7 @@ class BatchExtent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeRound:
-    """Plan of one turn of a two-phase write, in which the ranks of a file write together.
+    """Plan of one turn of a two-phase write. In a turn, each rank of a file writes bytes of its current batch.
 
     The ranks in `alone` write their whole batch by themselves. The ranks in `together` redistribute among each
     other their bytes at the file offsets begin <= offset < until, and write them. All other bytes wait for a later
@@ -56,10 +57,11 @@ class ExchangeRound:
 
 
 def plan_turn(reaches: Sequence[BatchExtent | None], *, max_span: int) -> ExchangeRound:
-    """Returns the plan of the next turn, in which at least one rank makes progress.
+    """Plans the next turn of a collective write to a file, in which at least one rank makes progress.
 
-    `reaches` contains the extent of each rank's batch, None for an empty one. `max_span` bounds the redistributed
-    part of the file in bytes, and with it the bytes in flight, since the ranks' bytes do not overlap.
+    `reaches` contains, for each rank, the part of the file that its batch covers; None: the batch is empty. `max_span`
+    is the maximum length in bytes of the part of the file whose bytes the ranks redistribute. It also limits the bytes
+    in flight, since the ranks' bytes do not overlap.
     """
     scattered = sorted(
         (reach.begin, reach.end, rank)
@@ -85,10 +87,10 @@ def plan_turn(reaches: Sequence[BatchExtent | None], *, max_span: int) -> Exchan
 
 
 def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_bytes: int) -> list[int]:
-    """Divides the bytes begin <= byte < until into one domain per rank, and returns the num_ranks + 1 boundaries.
+    """Divides the file offsets begin <= offset < until into one contiguous domain per rank.
 
-    Only `num_writers` ranks, spread evenly, have a domain that is not empty. Boundaries between domains are
-    multiples of `block_bytes`, so that no two ranks write to the same block.
+    Returns the num_ranks + 1 boundaries of the domains. Only `num_writers` ranks, spread evenly, have a domain that is
+    not empty. Boundaries between domains are multiples of `block_bytes`, so that no two ranks write to the same block.
     """
     writers = sorted({number * num_ranks // num_writers for number in range(min(num_writers, num_ranks))})
     places, number = [begin], 0
@@ -106,10 +108,10 @@ def domains(*, begin: int, until: int, num_ranks: int, num_writers: int, block_b
 def dealt(
     byte_ranges: Iterable[tuple[int, memoryview]], *, places: Sequence[int]
 ) -> list[list[tuple[int, memoryview]]]:
-    """Cuts byte ranges at the boundaries of the ranks' domains, and returns for each rank the parts in its domain.
+    """Divides byte ranges, (offset, bytes), among the ranks: each rank gets the parts that lie in its domain.
 
-    The byte ranges must be ascending, and none may be empty. `places` contains the boundaries that `domains`
-    returned.
+    The domain of rank r are the file offsets from places[r] to places[r + 1] - 1 (see `domains`). The byte ranges must
+    be ascending, and none may be empty.
     """
     parts: list[list[tuple[int, memoryview]]] = [[] for _ in places[1:]]
     rank = 0
@@ -139,7 +141,7 @@ _SHORTEST_SLEEP_S = 0.01
 
 @final
 class WriteBatch:
-    """The next byte ranges of a rank, sorted by offset, with at most `max_bytes` bytes at a time.
+    """The byte ranges that a rank will write next, sorted by file offset, with at most `max_bytes` bytes at a time.
 
     The bytes of the views must not change until they have been taken and written.
     """
@@ -152,7 +154,7 @@ class WriteBatch:
         self._num_bytes = 0
 
     def fill(self) -> None:
-        """Adds byte ranges until the batch is full or the source is exhausted. Raises the errors of the source."""
+        """Takes byte ranges from the iterator until the batch is full or the iterator ends. Raises its errors."""
         while self._num_bytes < self.max_bytes:
             item = self._cut or next(self._source, None)
             self._cut = None
@@ -186,7 +188,7 @@ class WriteBatch:
         )
 
     def take(self, *, until: int | None = None) -> list[ByteRange]:
-        """Removes and returns the bytes before file offset `until`, or all bytes if `until` is None."""
+        """Removes the bytes before file offset `until`, or all bytes if `until` is None, and returns them."""
         reach = self.reach
         if until is None or reach is None or reach.end <= until:
             taken, self._byte_ranges, self._num_bytes = self._byte_ranges, [], 0
@@ -233,7 +235,7 @@ def runs_of_neighbours(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, 
 
 
 def joined(byte_ranges: Iterable[ByteRange]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yields ascending byte ranges. Small contiguous byte ranges have been copied into one.
+    """Yields the given byte ranges, which must be ascending, but copies small contiguous ones into one.
 
     Each yielded byte range is a file offset and an array of uint8, shape (n,).
     """

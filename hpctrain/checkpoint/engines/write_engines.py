@@ -93,7 +93,7 @@ def _write_cached(fd: int, byte_ranges: Iterable[tuple[int, memoryview]]) -> Non
 
 
 def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
-    """Writes all views, one after another, at file offset `offset`. Continues after a short write."""
+    """Writes the views in `batch`, one after another, at file offset `offset`. Continues after a short write."""
     written = os.pwritev(fd, batch, offset)
     for data in batch:  # continue after a short write
         if written < data.nbytes:
@@ -104,7 +104,7 @@ def _write(fd: int, batch: list[memoryview], *, offset: int) -> None:
 
 
 class _Flow:
-    """Starts the writeback of written bytes early, instead of at the final fsync."""
+    """Makes the kernel write bytes to disk soon after they were written to the file, not only at the final fsync."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -134,9 +134,10 @@ _FAILED, _GOING_ON = 1, 0
 
 
 class _Files(dict[tuple[tuple[int, ...], ...], CollectiveFiles | None]):
-    """Cache of `files_of`: for each division of a communicator's ranks into groups, the object for this rank's group.
+    """Cache of the objects that open MPI files, for one communicator: one for each division of its ranks into groups.
 
-    A division is a tuple of groups of world ranks. The same group may occur in several divisions.
+    The object is for this rank's group of the division. A division is a tuple of groups of world ranks. The same group
+    may occur in several divisions.
     """
 
 
@@ -148,10 +149,11 @@ def obstacle_to_mpio(comm: Collective) -> str | None:
 
 
 def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None) -> CollectiveFiles | None:
-    """Returns the object that opens MPI files for this rank's group; None without MPI.
+    """Returns the object that opens MPI files for this rank and the ranks that write to the same file.
 
-    The first call with these `groups`, which must be the same on every rank, is collective over `comm` and creates
-    the object. Later calls return the same object, which is kept as long as `comm`.
+    Returns None without MPI. `groups` contains the world ranks that write to each file; None: all ranks write to one
+    file. The first call with these `groups`, which must be the same on every rank, is collective over `comm` and
+    creates the object. Later calls return the same object, which is kept as long as `comm`.
     """
     key = (tuple(comm.members),) if groups is None else tuple(map(tuple, groups))
     known = comm.attribute(_Files)
@@ -161,7 +163,10 @@ def files_of(comm: Collective, *, groups: Sequence[Sequence[int]] | None = None)
 
 
 def own_group(comm: Collective, *, groups: Sequence[Sequence[int]] | None) -> tuple[int, ...]:
-    """Returns the world ranks of this rank's group; without groups, all ranks of `comm`. Pure."""
+    """Returns the world ranks that write to the same file as this rank. Pure.
+
+    `groups` contains the world ranks that write to each file; None: all ranks of `comm` write to one file.
+    """
     mine = comm.members[comm.rank]
     return tuple(comm.members) if groups is None else next(tuple(group) for group in groups if mine in group)
 
@@ -227,7 +232,7 @@ def _as_checkpoint_error() -> Iterator[None]:
 
 @final
 class _Writing:
-    """This rank's part in the collective write of one file."""
+    """This rank's part in writing one file through MPI-IO, together with the other ranks of the file."""
 
     def __init__(
         self, path: Path, writer: CollectiveWriter, *, batch: WriteBatch, num_writers: int, block_bytes: int
@@ -240,7 +245,7 @@ class _Writing:
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """Writes everything. Collective over the group. Raises the first error of this rank."""
+        """Writes all bytes. Collective over the ranks that write to the file. Raises the first error of this rank."""
         # The ranks' hints may differ if a network filesystem reported different file sizes to them.
         counts = self._writer.gather([self._num_writers])
         self._num_writers = min(int(counts.max()), len(counts))
@@ -261,7 +266,7 @@ class _Writing:
             self._error = self._error or error
 
     def _take_turn(self) -> bool:
-        """Writes one batch together with the other ranks. Collective.
+        """Writes bytes of this rank's current batch together with the other ranks of the file. Collective.
 
         Returns False if everything is written or a rank has failed.
         """

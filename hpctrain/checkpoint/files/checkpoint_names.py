@@ -67,9 +67,9 @@ def step_of(path: Path) -> int | None:
 def finished_newest_first(directory: Path) -> list[Path]:
     """Returns the finished checkpoints of a directory, newest first; none if the directory does not exist.
 
-    A replaced checkpoint is included if there is no other checkpoint of its step, as after a kill between the two
-    renames of a save. Only names and file types are looked at, not contents. Raises CheckpointError if the
-    directory cannot be read.
+    A checkpoint that a save has moved aside to replace it is included if there is no other checkpoint of its step. That
+    happens if a run is killed between the two renames of a save. Only names and file types are looked at, not contents.
+    Raises CheckpointError if the directory cannot be read.
     """
     found, replaced = [], []
     for path in _entries(directory):
@@ -83,10 +83,10 @@ def finished_newest_first(directory: Path) -> list[Path]:
 
 
 def partial_files(directory: Path) -> list[Path]:
-    """Returns what saves have left in a directory besides finished checkpoints.
+    """Returns the files and folders that saves have left in a directory besides finished checkpoints.
 
-    These are partial checkpoints, and replaced checkpoints for whose step there is a finished one. Raises
-    CheckpointError if the directory cannot be read.
+    These are checkpoints that were being written when a run was killed, and older checkpoints that a new checkpoint of
+    the same step has replaced. Raises CheckpointError if the directory cannot be read.
     """
     entries = _entries(directory)
     steps = {step_of(path) for path in entries if _FINISHED.fullmatch(path.name)}
@@ -98,10 +98,11 @@ def partial_files(directory: Path) -> list[Path]:
 
 
 def remove_partial_files(directory: Path) -> list[str]:
-    """Removes the `partial_files` of the directory. Returns a message for each that could not be removed.
+    """Removes incomplete and replaced checkpoints, which saves have left in a directory (see `partial_files`).
 
-    Only the run that saves to the directory may call this. If another run called it, a partial file could belong to
-    a save in progress. Raises CheckpointError if the directory cannot be read.
+    Returns a message for each file or folder that could not be removed. Only the run that saves to the directory may
+    call this: in another run's directory, an incomplete checkpoint could belong to a save in progress. Raises
+    CheckpointError if the directory cannot be read.
     """
     notes = []
     for path in partial_files(directory):

@@ -39,23 +39,27 @@ Lend: TypeAlias = Callable[[int, int], _Memory | None]
 
 @final
 class Staging:
-    """Provides memory for joining small tensors: the direct writer's buffer while one is active, else new memory."""
+    """Provides memory in which small tensors are joined before they are written.
+
+    While a direct writer (`write_uncached`) is active, this is the writer's own buffer, so that the bytes are not
+    copied again. Otherwise it is new memory.
+    """
 
     def __init__(self) -> None:
         self._lend: Lend | None = None
 
     def memory_for(self, offset: int, num_bytes: int) -> _Memory:
-        """Returns uninitialized memory for the `num_bytes` bytes of the file at `offset`: uint8, shape (num_bytes,).
+        """Returns uninitialized memory for the bytes of the file at offset `offset`: uint8, shape (num_bytes,).
 
-        The caller fills the memory and passes all of it, or nothing, to the writer, before other bytes and before the
-        next call of `memory_for`. Afterwards the caller must not use the memory.
+        The caller fills the memory and passes all of it, or nothing, to the writer of the file, before other bytes and
+        before the next call of `memory_for`. Afterwards the caller must not use the memory.
         """
         lent = None if self._lend is None else self._lend(offset, num_bytes)
         return np.empty(num_bytes, dtype=np.uint8) if lent is None else lent
 
     @contextmanager
     def lent(self, lend: Lend) -> Iterator[None]:
-        """Context in which `memory_for` returns the writer's memory, if `lend` provides it."""
+        """Context in which `memory_for` returns memory of a writer, if the writer's function `lend` provides it."""
         self._lend = lend
         try:
             yield
@@ -164,9 +168,10 @@ def write_uncached(
 
 @dataclass(slots=True)
 class _Window:
-    """An aligned buffer for the bytes of a file from offset `base` up to `limit`, filled from `begin` up to `end`.
+    """An aligned buffer for the bytes of a file at offsets `base` to `limit` - 1.
 
-    `lent` is the range of offsets whose memory `_Writer.lend` lent to a caller, who fills it.
+    The buffer contains the bytes at offsets `begin` to `end` - 1 so far. `lent` is the range of offsets whose memory
+    `_Writer.lend` lent to a caller, who fills it.
     """
 
     memory: _Memory
@@ -177,7 +182,10 @@ class _Window:
     lent: range = range(0)
 
     def start(self, offset: int, *, num_bytes: int) -> None:
-        """Restarts the buffer at file offset `offset`, with room for `num_bytes` bytes from the start of the block."""
+        """Makes the buffer empty, for the bytes of the file that begin at `offset`.
+
+        The buffer then holds at most `num_bytes` bytes, counted from the start of the block that contains `offset`.
+        """
         self.base = offset - offset % BLOCK_BYTES
         self.begin = self.end = offset
         self.limit = self.base + min(num_bytes, len(self.memory))
@@ -188,7 +196,7 @@ class _Window:
         return self.limit - self.end
 
     def place(self, num_bytes: int) -> _Memory:
-        """Returns the part of the buffer for the next `num_bytes` bytes of the file."""
+        """Returns the part of the buffer into which the next `num_bytes` bytes of the file are to be put."""
         at = self.end - self.base
         return self.memory[at : at + num_bytes]
 
@@ -210,7 +218,7 @@ class _Window:
 
 @final
 class _Writer:
-    """Collects contiguous byte ranges in buffers (windows), which several threads write."""
+    """Collects contiguous byte ranges of a file in buffers (windows), which several threads write to the file."""
 
     def __init__(self, cached: int, uncached: int) -> None:
         self._cached = cached
@@ -237,7 +245,10 @@ class _Writer:
             self._threads.shutdown(cancel_futures=True)  # the descriptors are closed after this
 
     def lend(self, offset: int, num_bytes: int) -> _Memory | None:
-        """Returns the window's memory for the bytes at `offset`: uint8, shape (num_bytes,); None if they do not fit."""
+        """Returns the part of the current buffer into which the bytes at file offset `offset` are to be put.
+
+        The part is uint8, shape (num_bytes,). Returns None if the bytes do not fit into the buffer.
+        """
         window = self._window_at(offset)
         if num_bytes > window.free_bytes:
             return None
@@ -260,7 +271,7 @@ class _Writer:
             data, offset = data[part.nbytes :], offset + part.nbytes
 
     def _window_at(self, offset: int) -> _Window:
-        """Returns a window that is not full and continues at `offset`."""
+        """Returns a buffer that is not full and whose next byte is the one at file offset `offset`."""
         window = self._window
         if window is None or window.end != offset or not window.free_bytes:
             self.end_run()
@@ -271,7 +282,7 @@ class _Writer:
         return window
 
     def end_run(self) -> None:
-        """Makes a thread write the content of the window, or writes it here if it is short."""
+        """Makes a thread write the content of the current buffer to the file. Short content is written here."""
         window = self._window
         if window is None:
             return
@@ -287,9 +298,10 @@ class _Writer:
         self._window = None
 
     def _submit_in_pieces(self, memory: _Memory, *, offset: int) -> None:
-        """Makes threads write large aligned memory without copying it, in pieces that end at block boundaries.
+        """Makes threads write large aligned memory to the file without copying it, in pieces.
 
-        The last piece is shorter than 4 MiB.
+        `offset` is the file offset of the first byte. The pieces have about 2 MiB and end at block boundaries, except
+        for the last piece, which is shorter than 4 MiB.
         """
         begin, end = offset, offset + len(memory)
         while begin < end:
@@ -316,7 +328,7 @@ class _Writer:
             self._free.append(memory)
 
     def _free_memory(self) -> _Memory:
-        """Returns the memory of a window that was written, or new memory if there is none.
+        """Returns memory for a buffer: that of a buffer whose content was written, or else new memory.
 
         Memory is reused since allocating it takes longer than filling it.
         """
@@ -332,7 +344,7 @@ class _Writer:
             self._free.append(memory)
 
     def _write(self, memory: _Memory, base: int, begin: int, end: int) -> None:
-        """Writes bytes `begin` to `end` (exclusive) of the file.
+        """Writes the bytes of the file at offsets `begin` to `end` - 1, which are in `memory`.
 
         The first byte of `memory` belongs at file offset `base`.
         """
@@ -348,7 +360,7 @@ class _Writer:
         write_fully(self._cached, memory[first + done - base : end - base].data, offset=first + done)
 
     def _write_blocks(self, blocks: _Memory, *, offset: int) -> int:
-        """Writes whole blocks past the page cache, and returns the number of bytes written.
+        """Writes whole blocks past the page cache at file offset `offset`, and returns the number of bytes written.
 
         The number may be less than the length of `blocks`, and is 0 if the filesystem requires larger blocks.
         """
@@ -405,7 +417,10 @@ def allocate(fd: int, *, num_bytes: int) -> None:
 
 
 def begin_writing_back(fd: int, *, offset: int, num_bytes: int) -> None:
-    """Makes the kernel start the writeback of these bytes, without waiting. The later fsync reports errors."""
+    """Makes the kernel start to write `num_bytes` bytes at file offset `offset` from the page cache to disk.
+
+    Does not wait. The later fsync reports errors.
+    """
     sync_file_range = _call("sync_file_range")
     if sync_file_range is not None:
         sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), ctypes.c_uint(_WRITE))

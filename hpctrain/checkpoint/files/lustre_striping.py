@@ -36,7 +36,7 @@ class Stripes:
 
 
 def stripes_for(file_bytes: int) -> Stripes:
-    """Returns a layout with one server per 128 MiB, but at most 64 servers. Pure.
+    """Returns the stripe layout for a file of `file_bytes` bytes: one server per 128 MiB, but at most 64. Pure.
 
     For a small file more servers would only mean more locks.
     """

@@ -1,7 +1,7 @@
 """Boxes (hyperslabs) of a row-major array: splitting, contiguous runs, overlap, exact cover. Pure functions.
 
-A box is an offset and a shape, one number per dimension, in elements. The part of a tensor in a file, a rank's
-shard and the region that a reader requests are all boxes.
+A box is a rectangular region of an array: an offset and a shape, one number per dimension, in elements. The part of a
+tensor in a file, a rank's shard and the region that a reader requests are all boxes.
 """
 
 from __future__ import annotations
@@ -144,14 +144,14 @@ def boxes_of_range(shape: Sequence[int], *, start: int, stop: int) -> list[Box]:
 
 
 class TooFragmentedError(ValueError):
-    """There are so many small boxes (rectangular regions) that checking them would take too long."""
+    """Raised if there are so many small boxes (rectangular regions) that checking them would take too long."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Steps:
     """Limit on the work of a check such as `cover_exactly`, counted in steps; about 2 million steps take one second.
 
-    Checking a terabyte in extents of 4 MiB takes half a million steps.
+    Checking a terabyte that is divided into boxes of 4 MiB takes half a million steps.
     """
 
     left: int = 3_000_000
@@ -159,7 +159,7 @@ class Steps:
     def take(self, count: int) -> None:
         self.left -= count
         if self.left < 0:
-            raise TooFragmentedError("cut into too many small boxes to be checked")
+            raise TooFragmentedError("the tensor is cut into too many small boxes to be checked")
 
 
 def cover_exactly(boxes: Sequence[Box], *, shape: Sequence[int], steps: Steps) -> bool:

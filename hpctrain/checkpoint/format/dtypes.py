@@ -59,7 +59,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def is_raw(name: str) -> bool:
-    """Returns True if HDF5 has no such dtype, so that tensors of it are stored as tagged unsigned integers."""
+    """Returns True if HDF5 has no type for the torch dtype `name`, as for bfloat16.
+
+    Tensors of such a dtype are stored as unsigned integers, with an attribute that names the dtype.
+    """
     return name not in _NATIVE
 
 
@@ -86,7 +89,7 @@ def check_plain(tensor: torch.Tensor) -> None:
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's bytes in row-major order: uint8, shape (nbytes,), on the tensor's device.
 
-    A contiguous tensor is not copied. Raises CheckpointError as `check_plain` does.
+    A contiguous tensor is not copied. Raises CheckpointError if the tensor is not plain strided memory.
     """
     check_plain(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -132,7 +135,7 @@ def escape(name: str) -> str:
 
 
 def dataset_path(name: str, *, number: int = 0) -> str:
-    """Returns the HDF5 path of the dataset that holds a piece of the tensor `name`.
+    """Returns the HDF5 path of a dataset that contains the tensor `name`, or a part (piece) of the tensor.
 
     `number` is the index of the piece among the tensor's pieces in the same file. An index above 0 is appended, as
     in `%-1`. `escape` never produces such text, so the path cannot collide with that of another tensor.

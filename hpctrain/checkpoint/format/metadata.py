@@ -34,7 +34,8 @@ _PART_MAGIC = b"hpctrain checkpoint part\n"
 class Seal:
     """Content of the commit header of a main file.
 
-    The hashes in the header, together with the hashes of the extents in the metadata, cover every byte of the file.
+    The hashes in the header, together with the hashes of the tensors' content in the metadata, cover every byte of the
+    file.
 
     Attributes:
         metadata_offset: File offset of the metadata, in bytes.
@@ -53,7 +54,7 @@ class Seal:
 
 
 class UnknownFormatError(CheckpointError):
-    """The commit header is valid, but the checkpoint's format version is unknown to this version of hpctrain."""
+    """Raised if a commit header is valid, but this hpctrain does not know the checkpoint's format version."""
 
 
 def encode_seal(seal: Seal) -> bytes:
@@ -82,8 +83,8 @@ def _block(magic: bytes, values: dict[str, Any]) -> bytes:
 class PartSeal:
     """Header of a part file, which is any file but the main one.
 
-    `id` and `step` identify the checkpoint; `number` is the index of the file among the checkpoint's `num_files`
-    files. This header does not commit the file: the hashes of a part file are in the main file.
+    `id` and `step` identify the checkpoint; `number` is the index of the file among the checkpoint's `num_files` files.
+    This header does not prove that the file is complete: the hashes of a part file are in the main file.
     """
 
     id: str
@@ -93,7 +94,7 @@ class PartSeal:
 
 
 def encode_part_seal(seal: PartSeal) -> bytes:
-    """Returns the header block of a part file, SEAL_BYTES long."""
+    """Returns the header of a part file (any file but the main one) as a block of SEAL_BYTES bytes."""
     return _block(
         _PART_MAGIC,
         {
@@ -207,8 +208,8 @@ class StoredPiece:
         file: Index of the file that holds the dataset; 0 is the main file.
         dataset: HDF5 path of the dataset in that file.
         file_offset: Position of the dataset's first byte in that file; 0 if the piece is empty.
-        box: The elements, as a box of the tensor's view (`StoredTensor.view`).
-        extents: The hashed parts of the piece.
+        box: The elements, as a box (offset and shape) of an array of shape `StoredTensor.view`.
+        extents: The parts of the piece, each of which has a hash.
     """
 
     file: int
@@ -226,9 +227,9 @@ class StoredTensor:
         name: Name of the tensor.
         dtype: Name of the torch dtype, such as "float32".
         shape: Shape of the tensor.
-        view: Shape of the array in which pieces and extents are boxes. This is the tensor's own shape if the tensor was
-            sharded, and (num_elems,), the shape of the flattened tensor, if the tensor was replicated.
-        pieces: The datasets. Together they hold every element of the view exactly once.
+        view: Shape of the array in which the boxes of pieces and extents are given. If the tensor was sharded, this is
+            the tensor's own shape. If the tensor was replicated, it is (num_elems,), the shape of the flattened tensor.
+        pieces: The HDF5 datasets that contain the tensor. Together they hold every element exactly once.
     """
 
     name: str
@@ -247,7 +248,7 @@ class StoredTensor:
 
     @property
     def extents(self) -> list[tuple[StoredPiece, StoredExtent]]:
-        """All extents of the tensor, each with the piece that contains it."""
+        """All extents of the tensor (regions with one hash each), each after the HDF5 dataset that contains it."""
         return [(piece, extent) for piece in self.pieces for extent in piece.extents]
 
 
@@ -327,7 +328,7 @@ def encode_tensors(tensors: Mapping[str, StoredTensor]) -> list[Any]:
 
 
 def decode_metadata(data: bytes, *, file_bytes: int, byte_order: str) -> Metadata:
-    """Returns the metadata of a main file of `file_bytes` bytes, decoded and checked.
+    """Decodes and checks the metadata `data` of a checkpoint, whose main file has `file_bytes` bytes.
 
     Raises CheckpointError for any bytes that a save cannot have written, maliciously made ones included.
     """
@@ -387,8 +388,8 @@ def _parsed(data: bytes) -> Any:
 class _Budget:
     """Limits for decoding one checkpoint, which bound the memory and the time that a malicious file can take.
 
-    The pieces of a file together must not be larger than the file, which bounds the memory; `steps` bounds the time
-    of the checks.
+    The tensors in a file together must not be larger than the file, which limits the memory. `steps` limits the number
+    of steps of the checks, and so their time.
     """
 
     file_bytes: Sequence[int]
@@ -413,10 +414,10 @@ def _tensor(entry: Any, *, budget: _Budget) -> StoredTensor:
     pieces = tuple(_piece(item, name=name, view=view, elem_bytes=elem_bytes, budget=budget) for item in found)
     if num_elems:
         if any(piece.box.num_elems == 0 for piece in pieces):
-            raise CheckpointError(f"tensor {name!r} has an empty piece")
+            raise CheckpointError(f"tensor {name!r} has an empty dataset")
         covered = _covers([piece.box for piece in pieces], shape=view, name=name, budget=budget)
         if not covered:
-            raise CheckpointError(f"the pieces of tensor {name!r} do not hold every element exactly once")
+            raise CheckpointError(f"the datasets of tensor {name!r} do not hold every element exactly once")
     return StoredTensor(name=name, dtype=str(entry["dtype"]), shape=shape, view=view, pieces=pieces)
 
 
@@ -427,7 +428,7 @@ def _piece(item: Any, *, name: str, view: tuple[int, ...], elem_bytes: int, budg
     if not isinstance(dataset, str):
         raise CheckpointError(f"tensor {name!r}: the name of a dataset is not a string: {dataset!r:.100}")
     if not box.lies_within(view):
-        raise CheckpointError(f"tensor {name!r}: piece {box} is not inside {list(view)}")
+        raise CheckpointError(f"tensor {name!r}: the box of a dataset, {box}, is not inside {list(view)}")
     if number >= len(budget.file_bytes):
         raise CheckpointError(
             f"tensor {name!r} refers to file {number}; the number of files is {len(budget.file_bytes)}"
@@ -446,7 +447,7 @@ def _piece(item: Any, *, name: str, view: tuple[int, ...], elem_bytes: int, budg
         for e in extents
     ]
     if not _covers(inside, shape=box.shape, name=name, budget=budget):
-        raise CheckpointError(f"the extents of tensor {name!r} do not hold every element exactly once")
+        raise CheckpointError(f"the hashed parts of tensor {name!r} do not hold every element exactly once")
     return StoredPiece(file=number, dataset=dataset, file_offset=offset, box=box, extents=extents)
 
 
@@ -465,9 +466,9 @@ def _extent(item: Any, *, name: str, piece: Box) -> StoredExtent:
         for o, n, p, m in zip(box.offset, box.shape, piece.offset, piece.shape, strict=True)
     )
     if not inside or box.num_elems == 0:
-        raise CheckpointError(f"tensor {name!r}: extent {box} is not inside {piece}")
+        raise CheckpointError(f"tensor {name!r}: the hashed part {box} is not inside its dataset, {piece}")
     if not isinstance(digest, str) or len(digest) != HASH_DIGITS:
-        raise CheckpointError(f"tensor {name!r}: extent {box} has no hash")
+        raise CheckpointError(f"tensor {name!r}: the part {box} has no hash")
     return StoredExtent(box=box, hash=digest)
 
 

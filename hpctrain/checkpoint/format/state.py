@@ -54,9 +54,10 @@ class FromRank0:
 
 
 def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
-    """Returns the items that save a tensor: one `Replicated`, or for a DTensor a `TensorShard` of this rank's part.
+    """Returns the items by which a `State` saves a tensor under the name `name`.
 
-    For a DTensor the list is empty if this rank's part is empty or if another rank holds and saves the same part.
+    For a plain tensor this is one `Replicated`. For a DTensor it is a `TensorShard` of this rank's part, or nothing if
+    the part is empty, or if another rank holds and saves the same part.
     """
     if not is_sharded_tensor(tensor):
         return [Replicated(name=name, tensor=tensor.detach())]
@@ -67,12 +68,13 @@ def tensor_items(name: str, tensor: torch.Tensor) -> list[Item]:
 
 
 def element_items(name: str, part: torch.Tensor, *, shard: ElementShard) -> list[Item]:
-    """Returns the shards that save `part`: elements of a parameter, or a tensor that belongs to the parameter.
+    """Returns the shards by which a `State` saves `part`, if ranks hold ranges of a flattened parameter.
 
-    `shard` says which range of the flattened parameter this rank holds. A range consists of at most a few boxes.
-    Each box becomes one `TensorShard` of a tensor with the parameter's shape. `part` has the shape of `shard.part`
-    (perhaps empty), or any other shape if it describes the parameter as a whole, such as an optimizer's step
-    counter. Such a tensor is saved by the rank that holds the parameter's first element.
+    `part` contains this rank's elements of the parameter, or of a tensor that belongs to it, such as an optimizer's
+    moment. `shard` says which range of the flattened parameter this rank holds. A range consists of at most a few boxes
+    (rectangular regions). Each box becomes one `TensorShard` of a tensor with the parameter's shape. `part` has the
+    shape of `shard.part` (perhaps empty), or any other shape if it describes the parameter as a whole, such as an
+    optimizer's step counter. Such a tensor is saved by the rank that holds the parameter's first element.
     """
     if part.shape != shard.part.shape:
         offset = (0,) * part.dim()
@@ -133,13 +135,16 @@ class State:
     parent: Mapping[str, Any] | None = None
 
     def sources(self) -> list[Item]:
-        """Returns the items in the write plan's order: `Replicated` and `FromRank0` items by name, then the shards."""
+        """Returns the items in a fixed order: `Replicated` and `FromRank0` items sorted by name, then the shards."""
         listed = [item for item in self.items if not isinstance(item, TensorShard)]
         shards = [item for item in self.items if isinstance(item, TensorShard)]
         return [*sorted(listed, key=attrgetter("name")), *shards]
 
     def from_rank_0(self) -> State:
-        """Returns the same state with every `Replicated` item turned into a `FromRank0`."""
+        """Returns a copy of the state in which every `Replicated` item is a `FromRank0` item.
+
+        A save of the copy stores rank 0's values of these tensors.
+        """
         items = [
             FromRank0(name=item.name, tensor=item.tensor) if isinstance(item, Replicated) else item
             for item in self.items
@@ -149,7 +154,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Name, dtype, shape and kind of one item: all that the write plan needs, without the item's content."""
+    """Name, dtype, shape and kind of one tensor that is saved. This is all that is needed to plan a save."""
 
     name: str
     dtype: str
@@ -173,7 +178,7 @@ class Header:
 
 
 def header_of(item: Item) -> Header:
-    """Returns the header of an item.
+    """Returns the header of an item of a `State`: its name, dtype, shape and kind, without content.
 
     Raises CheckpointError for a shard that does not lie inside its global tensor, and for a tensor that is not
     plain strided memory (sparse, quantized, meta).
@@ -199,7 +204,10 @@ def header_of(item: Item) -> Header:
 
 
 def encode_document(document: Mapping[str, Any]) -> str:
-    """Returns the document as canonical JSON text: sorted keys, no spaces. Raises CheckpointError if it is not JSON."""
+    """Returns the document as canonical JSON text: sorted keys, no spaces.
+
+    Raises CheckpointError if the document contains values that JSON cannot represent.
+    """
     try:
         text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

@@ -41,7 +41,7 @@ class Amount:
         num_elems: Number of compared elements.
         num_different: Number of elements whose bits differ; if the two dtypes differ, number of elements whose
             values differ.
-        num_beyond: Number of elements that differ by more than the tolerance.
+        num_beyond: Number of elements that differ by more than the tolerance of the comparison.
         num_not_finite: Number of elements whose difference is not finite; `max_abs` and `squares` leave such elements
             out.
         max_abs: Largest absolute difference.
@@ -80,7 +80,7 @@ class Amount:
 
 
 def amount_of(first: torch.Tensor, second: torch.Tensor, *, tolerance: Tolerance) -> Amount:
-    """Returns by how much two CPU tensors of the same shape differ. Their dtypes may differ."""
+    """Returns by how much two CPU tensors of the same shape differ. The tensors may have different dtypes."""
     one, two = first.reshape(-1), second.reshape(-1)
     total = Amount()
     for start in range(0, one.numel(), _CHUNK_ELEMS):

@@ -41,12 +41,11 @@ _NUMPY_KINDS = "biufcmMSU"
 
 
 def encode(value: Any, *, put: Put, where: str) -> Any:
-    """Returns the JSON that represents a value. `where` says in error messages what the value is.
+    """Returns the JSON that represents a Python value. `where` says in error messages what the value is.
 
-    `put` stores a tensor and returns the JSON that refers to it. Of functions and classes, only the names are
-    stored: `decode` takes the functions and classes themselves from its argument `present`. Raises CheckpointError,
-    with the place and the type, for values of unsupported types, values that contain themselves, and tensors that
-    are not plain strided memory.
+    `put` stores a tensor and returns the JSON that refers to it. Functions and classes are stored only by name;
+    `decode` takes them from its argument `present`. Raises CheckpointError, with the place and the type, for values of
+    unsupported types, values that contain themselves, and tensors that are not plain strided memory.
     """
     return _Encoder(put, where).json_of(value, ())
 
@@ -297,7 +296,7 @@ def _is_sorted(keys: Iterable[str]) -> bool:
 
 
 def _entry(value: Any, key: Any) -> Any:
-    """Returns the entry `key` of a dict, list or tuple; None if there is none."""
+    """Returns the entry `key` of a dict, list or tuple; None if there is no such entry."""
     try:
         return value[key] if isinstance(value, (Mapping, list, tuple)) else None
     except (KeyError, IndexError, TypeError):
@@ -338,7 +337,7 @@ def value_items(
     items_of: Callable[[str, torch.Tensor], list[Item]] = tensor_items,
     taken: Container[str] = (),
 ) -> tuple[Any, list[Item]]:
-    """Returns the JSON that represents a value, and the items that save the value's tensors.
+    """Returns the JSON that represents a Python value, and the items by which a `State` saves its tensors.
 
     The name of each tensor is `name`, followed by the keys that lead to the tensor in the value. `items_of` makes
     the items from a tensor's name and the tensor; `taken` contains names that must not be used. Raises
@@ -361,9 +360,11 @@ def value_items(
 
 
 def value_from(encoded: Any, tensors: Mapping[str, torch.Tensor], *, where: str, present: Any = None) -> Any:
-    """Returns the value that `value_items` turned into the JSON `encoded` and into `tensors`, which are given by name.
+    """Returns the Python value that `value_items` has turned into JSON and tensors. Inverse of `value_items`.
 
-    `present` is as in `decode`. Raises CheckpointError if the JSON is invalid or a tensor is missing.
+    `encoded` is the JSON, and `tensors` are the tensors by name. `where` says in error messages what the value is.
+    `present` is a value of the same structure, from which functions and classes are taken. Raises CheckpointError if
+    the JSON is invalid or a tensor is missing.
     """
 
     def get(name: Any) -> torch.Tensor:
@@ -435,9 +436,10 @@ def model_state(
 
 
 def _value_of_model(name: str, value: Any, *, where: str) -> list[Item]:
-    """Returns the items of a state-dict entry that is not a tensor: its JSON, named `<name>::json`, and its tensors.
+    """Returns the items by which a `State` saves an entry of a model's state dict that is not a tensor.
 
-    The JSON refers to the tensors without `name`, so that the references stay right if the tensors are renamed.
+    The items are the entry's JSON, as a tensor named `<name>::json`, and the tensors in the entry. The JSON refers to
+    the tensors without `name`, so that the references stay right if the tensors are renamed.
     """
 
     def items_of(part: str, tensor: torch.Tensor) -> list[Item]:

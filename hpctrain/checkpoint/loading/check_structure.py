@@ -58,7 +58,7 @@ class Structure:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns True if a path is one checkpoint, complete or not, rather than a directory of checkpoints.
+    """Returns True if `path` is one checkpoint, complete or not, rather than a directory of checkpoints.
 
     Not collective. A checkpoint is a file, or a folder that has the name or the main file of a checkpoint.
 
@@ -88,7 +88,10 @@ def open_regular(path: Path) -> int:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Yields a file descriptor for reading and closes it at the end. Raises as `open_regular`."""
+    """Yields a file descriptor for reading the file at `path`, and closes it at the end.
+
+    Raises CheckpointError if `path` cannot be opened or is not a regular file.
+    """
     fd = open_regular(path)
     try:
         yield fd
@@ -100,7 +103,8 @@ def opened(path: Path) -> Iterator[int]:
 def read_structure(path: Path) -> Structure:
     """Verifies all of a checkpoint except tensor content, and returns its structure.
 
-    Raises CheckpointError, with the checkpoint's path, if any of these bytes is not as it was written.
+    The structure consists of commit header, metadata, and what HDF5 itself stores. Raises CheckpointError, with the
+    checkpoint's path, if any of these bytes is not as it was written.
     """
     try:
         with explained(action="open", path=path):
@@ -122,7 +126,7 @@ def read_structure(path: Path) -> Structure:
             metadata = decode_metadata(bytes(data), file_bytes=main_bytes, byte_order=sys.byteorder)
             if metadata.parts and not is_folder:
                 raise CheckpointError(
-                    f"it is one of the {len(metadata.parts) + 1} files of a checkpoint: give the path of their folder"
+                    f"this is one of the {len(metadata.parts) + 1} files of a checkpoint: give the path of their folder"
                 )
             places = content_places(metadata)
             taken = [(0, SEAL_BYTES), (seal.metadata_offset, seal.metadata_bytes), *places[0]]
@@ -165,7 +169,7 @@ def content_places(metadata: Metadata) -> list[list[tuple[int, int]]]:
 def check_part_file(
     path: Path, *, taken: Sequence[tuple[int, int]], num_bytes: int, structure_hash: str
 ) -> None:
-    """Verifies all of a part file except tensor content.
+    """Verifies a part file of a checkpoint (any file but the main file), except the tensor content in it.
 
     `taken` contains the byte ranges, (offset, length), of the file's header and tensor content; `num_bytes` is the
     length that the file must have. Raises CheckpointError, with the path, if anything differs.
@@ -257,10 +261,10 @@ class ContentFiles:
     """
 
     def __init__(self, paths: Sequence[Path], *, read_ahead: bool = False) -> None:
-        """Takes the paths of the main file (number 0) and of the part files (numbers 1, 2, ...), in this order.
+        """`paths` contains the path of the main file, then the paths of the part files.
 
-        Set `read_ahead` if nearly all bytes will be read, file after file and from the start of each file to its
-        end.
+        The other methods refer to a file by its index in `paths`. Set `read_ahead` if nearly all bytes will be read,
+        file after file and from the start of each file to its end.
         """
         self._paths = paths
         self._read_ahead = read_ahead
@@ -319,21 +323,27 @@ class ContentFiles:
         return digest.hexdigest()
 
     def scratch(self, num_bytes: int) -> NDArray[Any]:
-        """Returns memory for the bytes of one `ElementRun`: uint8, shape (num_bytes,), valid until the next call."""
+        """Returns memory for a range of elements that is read at once: uint8, shape (num_bytes,).
+
+        The memory is valid until the next call.
+        """
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._scratch[:num_bytes]
 
     def gather_scratch(self, num_bytes: int) -> NDArray[Any]:
-        """Returns memory for the bytes of one extent: uint8, shape (num_bytes,), valid until the next call."""
+        """Returns memory for the bytes of one extent, a region with one hash: uint8, shape (num_bytes,).
+
+        The memory is valid until the next call.
+        """
         if len(self._gather_scratch) < num_bytes:
             self._gather_scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._gather_scratch[:num_bytes]
 
     def _look_ahead(self, number: int, offset: int) -> memoryview:
-        """Returns up to _AHEAD_BYTES bytes that begin at `offset`.
+        """Reads up to _AHEAD_BYTES bytes of file `number`, which begin at `offset`, and returns them.
 
-        Returns no bytes on an error, which the caller's own read then raises.
+        Returns no bytes after an error. The caller then reads by itself, which raises the error.
         """
         if not self._window_memory:
             self._window_memory = bytearray(_AHEAD_BYTES)

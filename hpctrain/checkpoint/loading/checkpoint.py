@@ -214,9 +214,10 @@ def open_checkpoint(path_or_directory: Path | str, *, comm: Collective) -> Check
 
 
 def from_rank_0(comm: Collective, look: Callable[[], Structure]) -> Checkpoint:
-    """Calls `look` on rank 0, and returns on every rank the checkpoint that `look` found. Collective.
+    """Calls `look` on rank 0 to find a checkpoint, and returns the checkpoint on every rank. Collective.
 
-    An error of `look` is raised on every rank: UnknownFormatError unchanged, any other error as by `on_rank_0`.
+    `look` returns the verified structure of the checkpoint. If `look` raises an error, every rank raises an error:
+    UnknownFormatError unchanged, other errors as `on_rank_0` raises them.
     """
     seen: list[Structure] = []
 
@@ -337,10 +338,11 @@ class ReadUnit:
 
 
 def units_of(tensor: StoredTensor) -> list[ReadUnit] | None:
-    """Returns the tensor divided into units, or None if the ranks of a node cannot share the reading of the tensor.
+    """Divides a tensor into parts, each of which one rank of a node reads and sends to the other ranks of the node.
 
-    The ranks cannot share the reading if a piece (contiguous in its file) is not contiguous in the tensor, or if an
-    element run is longer than _ROUND_BYTES, the limit of one round of the exchange.
+    Returns None if the reading cannot be shared: if a piece of the tensor (an HDF5 dataset) is not contiguous in the
+    tensor, or if a range of elements that must be read at once is longer than _ROUND_BYTES, the limit of one round of
+    the exchange.
     """
     units = []
     for piece in tensor.pieces:
@@ -363,10 +365,11 @@ def units_of(tensor: StoredTensor) -> list[ReadUnit] | None:
 
 
 def divide_units(units: Sequence[ReadUnit], *, num_ranks: int) -> list[list[list[ReadUnit]]]:
-    """Distributes units over the `num_ranks` ranks of a node: returns for each rank its units, grouped in rounds.
+    """Distributes the parts of tensors that a node reads over the `num_ranks` ranks of the node. Pure.
 
-    Pure, with the same result on every rank. The units, in their order, are divided into parts of about equal
-    bytes, so that every rank reads one contiguous part of the files.
+    Returns for each rank a list of rounds of the exchange; a round is a list of units (parts of tensors). The result is
+    the same on every rank. Each rank gets consecutive units of about the same total size, so that every rank reads one
+    contiguous part of the files.
     """
     total_bytes = sum(unit.num_bytes for unit in units)
     most_bytes = _ROUND_BYTES // num_ranks
@@ -387,10 +390,11 @@ def divide_units(units: Sequence[ReadUnit], *, num_ranks: int) -> list[list[list
 def nodes_that_share(
     checkpoint: Checkpoint, *, comm: Collective, sharing: Sharing | str, node_of_rank: Sequence[int] | None
 ) -> list[list[int]] | None:
-    """Returns the ranks (of `comm`) of each node, or None if every rank is to read for itself. Collective.
+    """Decides whether the ranks of a node share the reading of a checkpoint. Collective.
 
-    `node_of_rank` contains the node of each rank; None: ranks with the same host name share a node. Raises
-    UsageError on every rank if `node_of_rank` does not have one entry per rank, or if `sharing` is unknown.
+    Returns the ranks (of `comm`) of each node, or None if every rank reads alone. `node_of_rank` contains the node of
+    each rank; None: ranks with the same host name share a node. Raises UsageError on every rank if `node_of_rank` does
+    not have one entry per rank, or if `sharing` is unknown.
     """
     try:
         asked = Sharing(sharing)
@@ -425,10 +429,10 @@ def read_sharing(
     names: Sequence[str],
     regions: Regions,
 ) -> dict[str, torch.Tensor]:
-    """Reads tensors. A tensor that all ranks need as a whole is read only once per node. Collective.
+    """Reads the tensors `names`. A tensor that all ranks need as a whole is read only once per node. Collective.
 
-    A tensor is needed as a whole if no rank lists it in `regions`. All other tensors, and those that cannot be
-    shared (see `units_of`), are read as by `Checkpoint.read_all`. `nodes` comes from `nodes_that_share`; `names`
+    A tensor is needed as a whole if no rank lists it in `regions`. All other tensors, and tensors whose reading cannot
+    be shared (see `units_of`), are read as by `Checkpoint.read_all`. `nodes` contains the ranks of each node; `names`
     must be the same on every rank. Raises CheckpointError on every rank if any rank finds damage.
     """
     not_whole = set().union(*all_gather_json(comm, sorted(regions)))
@@ -491,10 +495,10 @@ def read_sharing(
 def _exchange(
     comm: Collective, *, round_of: Mapping[int, Sequence[ReadUnit]], memory: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Sends this rank's units of one round to the other ranks of the node, and copies the units of these ranks into
-    `memory`. Collective.
+    """Exchanges the parts of tensors that the ranks of a node have read for one round. Collective.
 
-    `memory` contains the bytes of each tensor: uint8, shape (num_bytes,).
+    Sends this rank's parts to the other ranks of the node, and copies the parts of these ranks into `memory`.
+    `round_of` contains the parts by rank. `memory` contains the bytes of each tensor: uint8, shape (num_bytes,).
     """
     counts = [sum(unit.num_bytes for unit in round_of.get(rank, ())) for rank in range(comm.num_ranks)]
     others = [rank for rank in round_of if rank != comm.rank]

@@ -39,7 +39,7 @@ RegionsOf = Callable[[Checkpoint], Regions]
 
 
 class DoesNotFitError(CheckpointError):
-    """The checkpoint is undamaged but does not have the requested tensors, so no older checkpoint is tried."""
+    """Raised if a checkpoint is undamaged, but does not have the requested tensors. No older checkpoint is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,10 @@ def newest_that(
 ) -> T | None:
     """Calls `read` with the newest checkpoint, then with older checkpoints until `read` succeeds. Collective.
 
-    Returns what `read` returned; None if there is no checkpoint. `read` is collective and must raise on all ranks or on
-    none. The skipped checkpoints are appended to `rejected`. Raises CheckpointError on every rank if there are
-    checkpoints but `read` raises for each of them; UnknownFormatError and DoesNotFitError are raised at once.
+    Returns the result of the successful call of `read`; None if there is no checkpoint. `read` is collective and must
+    raise on all ranks or on none. The checkpoints for which `read` has raised an error are appended to `rejected`.
+    Raises CheckpointError on every rank if there are checkpoints but `read` raises for each of them; UnknownFormatError
+    and DoesNotFitError are raised at once.
     """
     with doing(comm, f"loading the newest checkpoint of {directory}"):
         for path in on_rank_0(comm, lambda: list(map(str, finished_newest_first(directory)))):
@@ -178,7 +179,7 @@ def read_together(
     sharing: Sharing | str = Sharing.AUTO,
     node_of_rank: Sequence[int] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Reads all tensors, or those in `names`, and returns them by name, on the CPU. Collective.
+    """Reads all tensors of a checkpoint, or those in `names`, and returns them by name, on the CPU. Collective.
 
     `names` must be the same on every rank; the other arguments are as in `load_newest_good`. Raises CheckpointError
     on all ranks if any rank fails.
@@ -274,8 +275,8 @@ def load_partial(
         rename: Maps a name in the checkpoint, without the prefix, to the name in this program: a mapping, or a
             function. A name that the mapping does not contain stays as it is. The function returns None for a
             tensor to skip.
-        expected: Tensors by their names in this program. The loaded tensors must have the same dtypes and shapes.
-            Tensors on the meta device are accepted.
+        expected: Tensors of this program, by name, whose dtypes and shapes the loaded tensors must have. Tensors on the
+            meta device are accepted.
         values: Names, in this program, of state-dict entries that are not tensors. The checkpoint stores each such
             entry as one or more tensors (see `model_items`).
         reads: Names, in this program, of the tensors whose content this rank needs; None: all.
@@ -396,9 +397,10 @@ def load_weights(
 
 
 def _select(checkpoint: Checkpoint, *, prefix: str, rename: Rename | None) -> dict[str, StoredTensor]:
-    """Returns the tensors with the prefix, by their names in this program.
+    """Returns the tensors of a checkpoint whose names begin with `prefix`, by their names in this program.
 
-    Raises DoesNotFitError if two of them would have the same name.
+    The name in this program is the name without the prefix, as `rename` maps it. Raises DoesNotFitError if two tensors
+    would have the same name.
     """
     selected: dict[str, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():

@@ -30,10 +30,11 @@ from hpctrain.storage import hash_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementRun:
-    """Elements `start` to `start + num_elems - 1` of a piece, in row-major order, and the extents that they make up.
+    """A range of elements of an HDF5 dataset (a piece of a tensor) that is read at once.
 
-    Each extent lies entirely in one run. A run with a single extent consists of exactly the elements of this
-    extent.
+    The elements are `start` to `start + num_elems - 1` in row-major order. They make up the `extents`, which are
+    regions with one hash each. Each extent lies entirely in one run. A run with a single extent consists of exactly the
+    elements of this extent.
     """
 
     start: int
@@ -42,9 +43,9 @@ class ElementRun:
 
 
 def element_runs_of(piece: StoredPiece) -> Iterator[ElementRun]:
-    """Yields the element runs of a piece (HDF5 dataset) in file order.
+    """Divides a piece (an HDF5 dataset with a part of a tensor) into ranges of elements, and yields them in order.
 
-    The piece is cut wherever the cut divides no extent, which is a region with one hash.
+    The piece is cut wherever the cut divides no extent. An extent is a region of the piece that has one hash.
     """
     if len(piece.extents) == 1:  # fast path for thousands of small tensors
         yield ElementRun(start=0, num_elems=piece.box.num_elems, extents=piece.extents)
@@ -120,7 +121,10 @@ class DamagedExtent:
 
 
 class DamagedContentError(CheckpointError):
-    """The content of an extent does not match its hash, or cannot be read. `damage` describes the extent."""
+    """Raised if a region of a tensor (an extent, which has one hash) is damaged or cannot be read.
+
+    `damage` describes the extent.
+    """
 
     def __init__(self, damage: DamagedExtent) -> None:
         super().__init__(f"damaged: {damage}")
@@ -155,11 +159,12 @@ def read_region(files: ContentFiles, *, tensor: StoredTensor, region: Box) -> to
 
 
 def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Read]]:
-    """Returns the still uninitialized result of `read_region`, and the functions that will fill it, in file order.
+    """Plans the reading of `region`, a box (rectangular region) of a tensor, without reading yet.
 
-    Call this for many tensors before reading the first: reading a large tensor evicts this code and its data from
-    the processor's caches, after which planning takes thirty times as long. Raises CheckpointError if there is not
-    enough memory.
+    Returns the tensor for the result, still uninitialized, and the functions that will fill the tensor, in the order of
+    the file. Plan many tensors before you read the first: reading a large tensor evicts this code and its data from the
+    processor's caches, after which planning takes thirty times as long. Raises CheckpointError if there is not enough
+    memory.
     """
     result = fresh_tensor(region.shape, dtype=tensor.dtype)
     if not result.numel():
@@ -176,9 +181,11 @@ def planned(tensor: StoredTensor, *, region: Box) -> tuple[torch.Tensor, list[Re
 def planned_run(
     tensor: StoredTensor, *, piece: StoredPiece, element_run: ElementRun, region: Box, target: NDArray[Any]
 ) -> Read | None:
-    """Returns a function that reads the elements of `region` that lie in one element run; None if there are none.
+    """Returns a function that reads those elements of `region` that lie in `element_run`; None if none do.
 
-    The function writes to `target`, the bytes of `region` in row-major order: uint8, shape (num_bytes,).
+    `piece` is an HDF5 dataset with a part of the tensor, `element_run` a range of its elements, and `region` a box
+    (rectangular region) of the tensor. The function verifies what it reads, and writes to `target`, the bytes of
+    `region` in row-major order: uint8, shape (num_bytes,).
     """
     elem_bytes = tensor.elem_bytes
     begin = flat_start(region, shape=tensor.shape)
@@ -218,9 +225,10 @@ def planned_run(
 def read_extent(
     files: ContentFiles, *, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> NDArray[Any]:
-    """Returns the bytes of an extent (region with one hash), verified: uint8, shape (num_bytes,).
+    """Reads and verifies an extent (a region of a tensor that has one hash): uint8, shape (num_bytes,).
 
-    Raises as `read_region`.
+    `piece` is the HDF5 dataset that contains the extent. Raises DamagedContentError, and CheckpointError or OSError if
+    a file cannot be opened or is too short.
     """
     content = np.empty(extent.box.num_elems * tensor.elem_bytes, dtype=np.uint8)
     runs = runs_of(_inside(extent.box, piece.box), shape=piece.box.shape)
@@ -240,10 +248,11 @@ def find_damage(
     num_ranks: int = 1,
     progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> Iterator[DamagedExtent]:
-    """Hashes this rank's share of the tensors' extents and yields the damaged ones. Not collective.
+    """Reads and hashes this rank's share of the tensors, and yields the damaged extents. Not collective.
 
-    The share is every `num_ranks`-th element run, beginning with the run of index `rank`. `progress` is called
-    before each run with the number of bytes hashed so far.
+    An extent is a region of a tensor that has one hash. The tensors are divided into ranges of elements (`ElementRun`).
+    The share of a rank is every `num_ranks`-th range, beginning with the range of index `rank`. `progress` is called
+    before each range with the number of bytes hashed so far.
     """
     element_runs = (
         (t, piece, element_run)
@@ -293,9 +302,10 @@ def _read_and_check(
     element_run: ElementRun,
     buffer: NDArray[Any],
 ) -> None:
-    """Reads an element run into `buffer` (uint8, shape (num_bytes,)) and verifies the hashes of its extents.
+    """Reads a range of elements into `buffer` (uint8, shape (num_bytes,)) and verifies the hashes of its extents.
 
-    Raises as `read_region`.
+    `element_run` is the range, and `piece` the HDF5 dataset that contains it. Raises DamagedContentError, and
+    CheckpointError or OSError if a file cannot be opened or is too short.
     """
     if len(element_run.extents) > 1:
         for extent, content in _read_run(files, tensor, piece, element_run, buffer):
@@ -316,7 +326,10 @@ def _read_run(
     element_run: ElementRun,
     buffer: NDArray[Any],
 ) -> Iterator[tuple[StoredExtent, NDArray[Any]]]:
-    """Reads an element run into `buffer`, then yields each extent with its bytes, as `_extents_in` does."""
+    """Reads the range of elements `element_run` into `buffer`, then yields each of its extents with its bytes.
+
+    The bytes of an extent (a region with one hash) are valid until the next extent is yielded.
+    """
     _read(files, buffer, at=element_run.start, tensor=tensor, piece=piece, extent=element_run.extents[0])
     yield from _extents_in(files, tensor, piece, element_run, buffer)
 
@@ -329,9 +342,10 @@ def check_run(
     element_run: ElementRun,
     buffer: NDArray[Any],
 ) -> None:
-    """Verifies the hashes of an element run's extents after another rank has read the run and sent its bytes.
+    """Verifies the hashes of the range of elements `element_run`, which another rank has read and sent.
 
-    `buffer` contains these bytes: uint8, shape (num_bytes,). Raises DamagedContentError.
+    `piece` is the HDF5 dataset that contains the range. `buffer` contains the received bytes of the range: uint8, shape
+    (num_bytes,). Raises DamagedContentError.
     """
     for extent, content in _extents_in(files, tensor, piece, element_run, buffer):
         _check(files, content, tensor=tensor, piece=piece, extent=extent)
@@ -344,7 +358,11 @@ def _extents_in(
     element_run: ElementRun,
     buffer: NDArray[Any],
 ) -> Iterator[tuple[StoredExtent, NDArray[Any]]]:
-    """Yields each extent of an element run with its bytes: uint8, shape (num_bytes,), valid until the next one."""
+    """Yields each extent (a region with one hash) of the range of elements `element_run`, with its bytes.
+
+    `buffer` contains the bytes of the range. The bytes of an extent, uint8 of shape (num_bytes,), are valid until the
+    next extent is yielded.
+    """
     if len(element_run.extents) == 1:
         yield element_run.extents[0], buffer
         return
@@ -367,7 +385,10 @@ def _extents_in(
 def _copy(
     content: NDArray[Any], *, tensor: StoredTensor, extent: StoredExtent, region: Box, target: NDArray[Any]
 ) -> None:
-    """Copies the elements that are both in the extent and in `region` from `content` to `target`."""
+    """Copies the elements that are both in `extent` and in `region` from `content` to `target`.
+
+    `content` contains the bytes of the extent, and `target` those of the region, which is a box of the tensor.
+    """
     elements = target.view(_WIDTH[tensor.elem_bytes]).reshape(region.shape)
     for start, box in _in_tensor(tensor, extent):
         shared = intersection(box, region)
@@ -383,7 +404,10 @@ def _touches(tensor: StoredTensor, extent: StoredExtent, region: Box) -> bool:
 
 
 def _in_tensor(tensor: StoredTensor, extent: StoredExtent) -> list[tuple[int, Box]]:
-    """Returns boxes of the tensor that make up an extent, each with the position of its first element in the extent."""
+    """Returns the boxes (rectangular regions) of the tensor that together make up `extent`.
+
+    Each box comes after the position of its first element among the elements of the extent, a region with one hash.
+    """
     if tensor.view == tensor.shape:
         return [(0, extent.box)]
     first = extent.box.offset[0]
@@ -403,7 +427,10 @@ def _run_bytes(extent: StoredExtent, piece: StoredPiece, elem_bytes: int) -> int
 
 
 def _inside(box: Box, piece: Box) -> Box:
-    """Converts a box from the coordinates of the tensor's view to those of the piece."""
+    """Returns `box` relative to the origin of `piece`, the part of a tensor that contains it.
+
+    Both boxes (rectangular regions) are given in the coordinates of the tensor.
+    """
     offset = tuple(o - p for o, p in zip(box.offset, piece.offset, strict=True))
     return Box(offset=offset, shape=box.shape)
 
@@ -417,9 +444,9 @@ def _read(
     piece: StoredPiece,
     extent: StoredExtent,
 ) -> None:
-    """Fills the buffer with the piece's bytes that begin at element `at`.
+    """Fills `buffer` with the bytes of `piece`, an HDF5 dataset, that begin at its element `at`.
 
-    Raises DamagedContentError if the storage fails.
+    Raises DamagedContentError for `extent`, which contains that element, if the storage fails.
     """
     with _raised_as_damage(files, tensor, piece, extent):
         files.read(piece.file, buffer.data, offset=piece.file_offset + at * tensor.elem_bytes)
@@ -429,7 +456,7 @@ def _read(
 def _raised_as_damage(
     files: ContentFiles, tensor: StoredTensor, piece: StoredPiece, extent: StoredExtent
 ) -> Iterator[None]:
-    """Context in which an OSError of the storage becomes a DamagedContentError of `extent`."""
+    """Context in which an OSError becomes a DamagedContentError that names `extent`, a region with one hash."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
 """Compares two checkpoints: which tensors and document entries differ, and by how much. The ranks share the work.
 
-Tensors with the same extents and the same hashes are equal and are not read, so checkpoints in which most tensors
-are the same are compared quickly. Damage in tensors that are not read is not detected here, but by `verify`. All
-that is read is verified.
+Tensors that are divided in the same way and have the same hashes are equal and are not read, so checkpoints in which
+most tensors are the same are compared quickly. Damage in tensors that are not read is not detected here, but by
+`verify`. All that is read is verified.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntryDifference:
-    """An entry of the document that differs between two checkpoints.
+    """An entry of the checkpoints' JSON documents that differs between two checkpoints.
 
     `first` and `second` are the entry's JSON text in the two checkpoints; None where the entry is missing.
     """
@@ -97,7 +97,7 @@ def compare(
         first: A checkpoint, or a directory of checkpoints, whose newest one is compared.
         second: The checkpoint to compare with, given in the same way.
         comm: The ranks that share the work.
-        prefix: Compare only tensors whose names begin with this, and not the documents.
+        prefix: Compare only tensors whose names begin with this text, and not the documents.
         tolerance: How much elements may differ; None: every bit must be equal.
         progress: Called with the number of bytes of this rank's share compared so far, and with the size of the
             share.
@@ -182,7 +182,10 @@ def _same_kind(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _same_hashes(first: StoredTensor, second: StoredTensor) -> bool:
-    """Returns True if both tensors have the same extents with the same hashes, and therefore the same bits."""
+    """Returns True if the hashes prove that both tensors have the same bits.
+
+    For this, both must be divided into the same regions (extents), with the same hashes.
+    """
     if not _same_kind(first, second) or first.view != second.view:
         return False
     one, two = (
@@ -192,7 +195,10 @@ def _same_hashes(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _regions(first: StoredTensor, second: StoredTensor) -> Iterator[tuple[str, Box]]:
-    """Yields the boxes to compare, each with the tensor's name; none if the shapes differ."""
+    """Yields the boxes (rectangular regions) of two tensors to be compared, each after the name of the tensors.
+
+    Yields nothing if the shapes of the tensors differ.
+    """
     if first.shape == second.shape:
         elem_bytes = max(first.elem_bytes, second.elem_bytes)
         for region in split_box(whole_box(first.shape), max_elems=REGION_BYTES // elem_bytes):

@@ -69,7 +69,10 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Placed:
-    """A tensor, its name in the exported file, and the position of its first byte in the file's data section."""
+    """A tensor to be exported: its name in the safetensors file, and the offset of its first byte there.
+
+    The offset is in bytes, from the start of the file's data section.
+    """
 
     name: str
     tensor: StoredTensor
@@ -195,7 +198,7 @@ def select(checkpoint: Checkpoint, prefix: str) -> dict[str, StoredTensor]:
 
 
 def place_tensors(tensors: Mapping[str, StoredTensor]) -> list[_Placed]:
-    """Lays out the tensors one after another in the data section.
+    """Lays out the tensors one after another in the data section of a safetensors file.
 
     Tensors with the widest elements come first, so that each tensor is aligned to its element size.
     """
@@ -209,8 +212,8 @@ def place_tensors(tensors: Mapping[str, StoredTensor]) -> list[_Placed]:
 def safetensors_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -> bytes:
     """Returns the start of a safetensors file: 8 bytes with the length of the header, then the header.
 
-    The header is JSON, padded with spaces to a multiple of 8 bytes. Raises CheckpointError for dtypes and names
-    that the format does not support.
+    `placed` are the tensors with their offsets, and `about` are texts about the file. The header is JSON, padded with
+    spaces to a multiple of 8 bytes. Raises CheckpointError for dtypes and names that the format does not support.
     """
     unknown = sorted({entry.tensor.dtype for entry in placed} - SAFETENSORS_DTYPES.keys())
     if unknown:
@@ -235,7 +238,10 @@ def safetensors_header(placed: Sequence[_Placed], *, about: Mapping[str, str]) -
 
 
 def _regions(placed: Sequence[_Placed]) -> Iterator[tuple[_Placed, Box, int]]:
-    """Yields boxes of at most REGION_BYTES that make up the tensors, each with its byte offset in the data section."""
+    """Divides the tensors in `placed` into boxes (rectangular regions) of at most REGION_BYTES bytes.
+
+    Yields each tensor, box, and byte offset of the box in the data section of the safetensors file.
+    """
     for entry in placed:
         offset = entry.offset
         for region in split_box(
@@ -254,7 +260,10 @@ def _write_regions(
     comm: Collective,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Writes this rank's regions and flushes them to disk."""
+    """Writes this rank's share of the tensors to the file `partial`, and flushes it to disk.
+
+    `placed` are the tensors with their offsets in the data section, which begins at byte `begin` of the file.
+    """
     mine = list(_regions(placed))[comm.rank :: comm.num_ranks]
     total = sum(region.num_elems * entry.tensor.elem_bytes for entry, region, _ in mine)
     done = 0
@@ -279,7 +288,7 @@ def _partial_of(target: Path) -> Path:
 
 
 def _create(target: Path, *, header: bytes, num_bytes: int) -> str:
-    """Creates the file under a temporary name, with its header and full length, and returns its path. Rank 0."""
+    """Creates the exported file under a temporary name, with header and full length. Returns its path. For rank 0."""
     partial = _partial_of(target)
     with explained(action="write", path=partial):
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

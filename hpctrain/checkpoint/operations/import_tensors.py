@@ -41,11 +41,11 @@ THREADS_TIMEOUT_S = 7 * 86400.0  # a copy can take terabytes
 
 
 def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Replicated | TensorShard]:
-    """Returns the items that `rank` of `num_ranks` passes to a save of a checkpoint's content. Not collective.
+    """Returns the tensors of `checkpoint`, memory-mapped, as rank `rank` must pass them to a save. Not collective.
 
-    A tensor stored in one piece is `Replicated`: every rank maps it, and the save divides it. A tensor in several
-    pieces is distributed over the ranks as shards, balanced in bytes. The tensors are memory-mapped and use no
-    memory but the page cache. Raises CheckpointError.
+    The save is one by `num_ranks` ranks. A tensor that is stored in one HDF5 dataset is `Replicated`: every rank maps
+    it, and the save divides it. A tensor in several datasets is distributed over the ranks as shards, balanced in
+    bytes. The tensors use no memory but the page cache. Raises CheckpointError.
     """
     tensors = checkpoint.tensors
     numbers = {piece.file for tensor in tensors.values() for piece in tensor.pieces if piece.box.num_elems}
@@ -71,7 +71,10 @@ def map_items(checkpoint: Checkpoint, *, rank: int, num_ranks: int) -> list[Repl
 
 
 def shards_of_rank(shards: Sequence[TensorShard], *, rank: int, num_ranks: int) -> list[TensorShard]:
-    """Returns the consecutive part of `shards` that `rank` passes to a save; all parts have about equal bytes."""
+    """Divides `shards` among the ranks, and returns the consecutive part that `rank` passes to a save.
+
+    The parts of all ranks have about the same size in bytes.
+    """
     total_bytes = sum(shard.tensor.nbytes for shard in shards)
     found, begin = [], 0
     for shard in shards:
@@ -93,9 +96,9 @@ def save_in_files(
 ) -> SaveResult:
     """Saves the state `state_of(rank, num_ranks)` in `files` files, and keeps older checkpoints. Collective.
 
-    Each file needs at least one rank, so a single process writes several files with that many threads in the role
-    of ranks. `options` are options of `save`. Raises as `save`, and UsageError if there are several ranks but fewer
-    than files.
+    Each file needs at least one rank, so a single process writes several files with that many threads in the role of
+    ranks. `options` are options of `save`. Raises the errors of `save`, and UsageError if there are several ranks, but
+    fewer than files.
     """
 
     def save_part(part: Collective) -> SaveResult:
@@ -129,9 +132,10 @@ def map_file(path: Path) -> NDArray[Any]:
 
 
 def _content(file: NDArray[Any], piece: StoredPiece, *, tensor: StoredTensor) -> torch.Tensor:
-    """Returns the elements of a piece: the tensor's dtype, shape (num_elems,).
+    """Returns the elements of `piece`, an HDF5 dataset with a part of a tensor: shape (num_elems,).
 
-    Do not write to the tensor: its memory is mapped read-only, which torch cannot express.
+    The result is a view of `file`, the bytes of the memory-mapped file. Do not write to it: its memory is mapped
+    read-only, which torch cannot express.
     """
     num_bytes = piece.box.num_elems * tensor.elem_bytes
     with warnings.catch_warnings():
@@ -143,7 +147,11 @@ def _content(file: NDArray[Any], piece: StoredPiece, *, tensor: StoredTensor) ->
 def _shards_of(
     content: torch.Tensor, piece: StoredPiece, *, tensor: StoredTensor
 ) -> list[tuple[Box, torch.Tensor]]:
-    """Returns boxes of at most SHARD_BYTES that make up a piece, in the tensor's coordinates, each with its content."""
+    """Divides `piece`, an HDF5 dataset with a part of a tensor, into boxes of at most SHARD_BYTES bytes.
+
+    Returns the boxes (offset and shape) in the coordinates of the tensor, each with its elements. `content` contains
+    the elements of the piece: shape (num_elems,).
+    """
     if tensor.view == tensor.shape:
         boxes = [piece.box]
     else:
@@ -171,9 +179,9 @@ MIN_CLAIM_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Foreign:
-    """Content of a file in another format, such as safetensors.
+    """Tensors, step and document that were read from a file in another format, such as safetensors.
 
-    `step` and `document` are set only if `export_safetensors` wrote the file, with all tensors of a checkpoint.
+    `step` and `document` are not None only if `export_safetensors` wrote the file, with all tensors of a checkpoint.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -247,7 +255,7 @@ def import_tensors(
 
 
 def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
-    """Raises CheckpointError if the directory has a checkpoint of this step, unless it may be replaced. Rank 0.
+    """Raises CheckpointError if `directory` has a checkpoint of step `step`, unless `replace` is True. For rank 0.
 
     Raises UsageError if `directory` is itself a checkpoint, or is named like one.
     """
@@ -261,9 +269,10 @@ def refuse_existing(directory: Path, *, step: int, replace: bool) -> None:
 
 
 def read_foreign(source: Path, *, key: str | None = None) -> Foreign:
-    """Returns the content of a file with memory-mapped tensors. Not collective.
+    """Reads a file in another format, such as safetensors. The tensors are memory-mapped. Not collective.
 
-    Raises CheckpointError if the file is invalid, and UsageError if its kind is not supported.
+    `key` is the key of the state dict in a file of torch.save that contains several objects. Raises CheckpointError if
+    the file is invalid, and UsageError if its kind is not supported.
     """
     if not source.is_file():
         raise CheckpointError(f"{source} is not a file")
@@ -315,7 +324,7 @@ def _read_index(source: Path) -> Foreign:
         files = sorted(set(by_name.values()))
         # The index must not make us open files outside its folder.
         if not all(isinstance(name, str) and name == Path(name).name and name != ".." for name in files):
-            raise ValueError("a file in it is not a plain file name")
+            raise ValueError("a file in the index is not a plain file name")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{source} is not an index of safetensors files: {error}") from error
     tensors: dict[str, torch.Tensor] = {}
@@ -355,9 +364,10 @@ def _read_state_dict(source: Path, *, key: str | None) -> dict[str, torch.Tensor
 
 
 def _read_as_data(source: Path, *, key: str | None) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a state dict from a file that also contains objects of classes.
+    """Returns the tensors of a state dict from a file of torch.save that also contains objects of classes.
 
-    The objects are not created; they are read as plain data.
+    The objects are not created; their descriptions are read as plain data. `key` is the key of the state dict in the
+    file. None: the file is the state dict, or PyTorch Lightning wrote the file.
     """
     with open_archive(source) as archive:
         found = _entry_of(archive.description(verify=True), key=key, source=source)
@@ -382,9 +392,9 @@ def _read_as_data(source: Path, *, key: str | None) -> dict[str, torch.Tensor]:
 
 
 def _entry_of(value: Any, *, key: str | None, source: Path) -> Mapping[Any, Any]:
-    """Returns the entry `key` of a file's content.
+    """Returns the entry `key` of `value`, the content of a file that torch.save wrote.
 
-    Without a key: the state dict in a file of Lightning, else the content.
+    If `key` is None, returns the state dict in a file that PyTorch Lightning wrote, and `value` itself for other files.
     """
     if key is None and isinstance(value, Mapping) and _LIGHTNING in value:
         key = "state_dict"
@@ -404,7 +414,7 @@ def _not_plain(found: Mapping[Any, Any], source: Path, key: str | None) -> str:
 
 
 def _stripped(foreign: Foreign, strip: str, *, source: Path) -> Foreign:
-    """Returns the tensors whose names begin with `strip`, under the rest of their names.
+    """Returns those tensors whose names begin with `strip`, by their names without this text.
 
     Raises CheckpointError if there are none.
     """
@@ -418,7 +428,10 @@ def _stripped(foreign: Foreign, strip: str, *, source: Path) -> Foreign:
 
 
 def _refuse_odd(tensors: Mapping[Any, torch.Tensor], *, source: Path) -> None:
-    """Raises CheckpointError for names that collide, nested tensors, and tensors far larger than the file."""
+    """Raises CheckpointError for tensors of a state dict that cannot be imported.
+
+    These are tensors with colliding names, nested tensors, and tensors that together are far larger than the file.
+    """
     if len({str(name) for name in tensors}) < len(tensors):
         raise CheckpointError(f"{source}: two of its keys are equal as strings, such as 1 and '1'")
     nested = [name for name, tensor in tensors.items() if tensor.is_nested]

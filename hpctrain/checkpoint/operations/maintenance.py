@@ -43,7 +43,8 @@ class Verified:
     Attributes:
         path: The checkpoint's file or folder.
         file_bytes: Total length of the checkpoint's files.
-        damage: One line per damaged extent or file; empty if every byte is as it was written.
+        damage: One line of text per damaged file or damaged region of a tensor; empty if every byte is as it was
+            written.
     """
 
     path: Path
@@ -143,10 +144,10 @@ def copy_checkpoint(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
 ) -> CheckpointCopy:
-    """Copies a checkpoint to `directory/step-<its step>`, completely and verified, or not at all. Collective.
+    """Copies a checkpoint to `directory/step-<step>`, completely and verified, or not at all. Collective.
 
-    The copy gets its name after it is on disk and verified. Other checkpoints in `directory` are kept. Each rank
-    uses a buffer of 8 MiB, and 4 MiB more while verifying.
+    The copy gets its name after it is on disk and verified. Other checkpoints in `directory` are kept. The step is that
+    of the source. Each rank uses a buffer of 8 MiB, and 4 MiB more while verifying.
 
     Args:
         source: A checkpoint, or a directory of checkpoints, whose newest one is copied.
@@ -156,8 +157,8 @@ def copy_checkpoint(
             a single file; larger: a folder of that many files. For a number, the source is verified, and the copy is
             saved anew from the memory-mapped files of the source.
         replace: Replace an existing checkpoint of the same step.
-        progress: Called with the bytes done so far and their total. Each byte of this rank's share counts twice: when
-            it is written, and when it is verified. Not called while the copy is saved anew.
+        progress: Called with two numbers of bytes: those done so far, and their total. Each byte of this rank's share
+            counts twice: when it is written, and when it is verified. Not called while the copy is saved anew.
         **options: Options of `save`. Allowed only if `files` is a number: only then is the copy saved anew.
 
     Returns:
@@ -206,7 +207,7 @@ def copy_checkpoint(
 def _copy_files(
     checkpoint: Checkpoint, directory: Path, *, comm: Collective, progress: Callable[[int, int], None]
 ) -> CheckpointCopy:
-    """Copies the files as they are. Collective."""
+    """Copies the files of a checkpoint to `directory` byte for byte, and verifies the copy. Collective."""
     sources = checkpoint.files
     prepared = on_rank_0(
         comm, lambda: _prepare(checkpoint, directory, sources=sources), os_error=CheckpointError
@@ -238,9 +239,9 @@ def _copy_files(
 
 
 def _prepare(checkpoint: Checkpoint, directory: Path, *, sources: Sequence[Path]) -> dict[str, Any]:
-    """Creates empty files of the right lengths under a temporary name. Rank 0.
+    """Creates the files for a copy of a checkpoint, with their final lengths, under a temporary name. For rank 0.
 
-    Returns the path as "partial" and the lengths as "sizes".
+    Returns a dict: "partial" is the path of the copy, and "sizes" are the lengths of the files in bytes.
     """
     is_folder = checkpoint.path.is_dir()
     name = folder_name(checkpoint.step) if is_folder else file_name(checkpoint.step)
@@ -268,7 +269,10 @@ def _copy_ranges(
     comm: Collective,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Copies this rank's byte ranges of each file and flushes them to disk."""
+    """Copies this rank's share of the files `sources` to the files `targets`, and flushes it to disk.
+
+    `sizes` are the lengths of the files in bytes. They are divided into byte ranges, which the ranks share.
+    """
     byte_ranges = [
         (number, begin, min(begin + RANGE_BYTES, num_bytes))
         for number, num_bytes in enumerate(sizes)
@@ -295,7 +299,7 @@ def _copy_ranges(
 
 
 def _commit(checkpoint: Checkpoint, directory: Path, partial: Path) -> str:
-    """Renames the copy to its final name, replacing an older checkpoint of that name. Rank 0."""
+    """Renames the finished copy from `partial` to its final name, and replaces a checkpoint there. For rank 0."""
     name = folder_name(checkpoint.step) if partial.is_dir() else file_name(checkpoint.step)
     if partial.is_dir():
         flush_folder(partial)
@@ -347,10 +351,11 @@ def prune(
         directory: Directory of the checkpoints.
         comm: The ranks that share the verification.
         retention: Which checkpoints are kept.
-        unfinished: Also remove partial checkpoints of killed saves. Do not use this option while a run may be saving
+        unfinished: Also remove incomplete checkpoints of killed saves. Do not use this option while a run may be saving
             there.
         dry_run: Delete nothing, only report what would be deleted.
-        progress: As in `verify`.
+        progress: Called, while a checkpoint is verified, with the number of bytes of this rank's share hashed so far,
+            and with the (approximate) size of the share.
 
     Returns:
         What was kept and deleted.

@@ -48,10 +48,11 @@ _STORES = {"MEMOIZE", "BINPUT", "LONG_BINPUT"}
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """Describes what an unpickler would create by calling `name` ("module.name") with `args`; nothing is created.
+    """Stands for an object in a pickle: what an unpickler would create by calling a function or a class.
 
-    If `args` is None, the record stands for the name itself. `state` is what the unpickler would then pass to
-    `__setstate__` or put into `__dict__`.
+    Nothing is called or created. `name` is the name of the function or class, "module.name", and `args` are the
+    arguments; if `args` is None, the record stands for the function or class itself. `state` is what the unpickler
+    would then pass to `__setstate__` or put into `__dict__`.
     """
 
     name: str
@@ -60,11 +61,11 @@ class Record:
 
 
 def read_pickled_data(content: bytes | memoryview, *, where: str) -> Any:
-    """Returns the content of a pickle as dicts, lists, tuples, text, numbers, bool, None and records.
+    """Reads a pickle without running anything in it. Returns dicts, lists, tuples, text, numbers, bool, None, records.
 
-    `where` describes the source in messages. Lists and dicts may contain themselves. A storage of torch is
-    represented by a record with the name "persistent id". Raises CheckpointError if the pickle is invalid or
-    contains an instruction that such values do not need.
+    A record (`Record`) stands for any other object. `where` says in error messages where the pickle comes from. Lists
+    and dicts may contain themselves. A storage of torch is represented by a record with the name "persistent id".
+    Raises CheckpointError if the pickle is invalid or contains an instruction that such values do not need.
     """
     try:
         return _run(bytes(content))
@@ -122,7 +123,7 @@ def _run(content: bytes) -> Any:
         elif name in ("REDUCE", "NEWOBJ"):
             args, called = stack.pop(), stack.pop()
             if not isinstance(called, Record) or not isinstance(args, tuple):
-                raise CheckpointError("it calls a value that is not a name of a class or function")
+                raise CheckpointError("the pickle calls a value that is not a name of a class or function")
             stack.append(_called(called, args))
         elif name == "BUILD":
             state = stack.pop()
@@ -134,12 +135,17 @@ def _run(content: bytes) -> Any:
             (value,) = stack
             return value
         elif name not in ("PROTO", "FRAME"):
-            raise CheckpointError(f"it has the instruction {name}, which no checkpoint of torch needs")
-    raise ValueError("it does not end with STOP")
+            raise CheckpointError(
+                f"the pickle has the instruction {name}, which no checkpoint of torch needs"
+            )
+    raise ValueError("the pickle does not end with STOP")
 
 
 def _called(function: Record, args: tuple[Any, ...]) -> Any:
-    """Returns the record of a call; for collections.OrderedDict() an empty dict, whose items follow in the pickle."""
+    """Returns the `Record` that stands for the result of calling `function` with `args`; nothing is called.
+
+    For collections.OrderedDict() returns an empty dict instead. Its items follow in the pickle.
+    """
     if function.name == "collections.OrderedDict" and not args:
         return {}
     return Record(function.name, args)
@@ -149,7 +155,7 @@ def _changed(value: Any, kind: type[Any]) -> Any:
     if type(value) is Record and kind in (dict, list):
         return kind()  # an object of another class: its items are not looked at
     if type(value) is not kind:
-        raise CheckpointError(f"it changes a {type(value).__name__} as if it were a {kind.__name__}")
+        raise CheckpointError(f"the pickle changes a {type(value).__name__} as if it were a {kind.__name__}")
     return value
 
 
@@ -201,9 +207,10 @@ class Located:
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """An opened archive: its bytes, its offset in the file, and the place of each record.
+    """An opened archive of torch.save (a zip file): its bytes, its offset in the file, and its records.
 
-    `records` maps each record's name to its offset in the archive, its length in bytes and its CRC-32.
+    A record is a member of the zip file. `records` maps each record's name to its offset in the archive, its length in
+    bytes and its CRC-32.
     """
 
     content: memoryview
@@ -214,72 +221,87 @@ class Archive:
         begin, num_bytes, _ = self._record(name)
         if num_bytes > MAX_DESCRIPTION_BYTES:
             raise CheckpointError(
-                f"its record {name!r} has {num_bytes} bytes; the limit is {MAX_DESCRIPTION_BYTES}"
+                f"the archive's record {name!r} has {num_bytes} bytes; the limit is {MAX_DESCRIPTION_BYTES}"
             )
         if verify:
             self.check(name)
         return self.content[begin : begin + num_bytes]
 
     def check(self, name: str) -> None:
-        """Raises CheckpointError if a record's bytes do not have the CRC-32 that the archive's directory contains."""
+        """Raises CheckpointError unless the bytes of the record `name` have the CRC-32 in the archive's directory.
+
+        A record is a member of the zip file.
+        """
         begin, num_bytes, expected = self._record(name)
         found = 0
         for start in range(begin, begin + num_bytes, _CHECK_BYTES):
             found = zlib.crc32(self.content[start : min(start + _CHECK_BYTES, begin + num_bytes)], found)
         if found != expected:
             raise CheckpointError(
-                f"its record {name!r} is damaged: its CRC-32 is {found:08x}, not {expected:08x}. A file written after "
-                "torch.serialization.set_crc32_options(False) has none: import it with --no-verify (verify=False)"
+                f"the archive's record {name!r} is damaged: its CRC-32 is {found:08x}, not {expected:08x}. "
+                "A file written after torch.serialization.set_crc32_options(False) has none: "
+                "import it with --no-verify (verify=False)"
             )
 
     def place(self, name: str) -> tuple[int, int]:
-        """Returns a record's offset in the file and its length, in bytes."""
+        """Returns offset in the file and length, in bytes, of the record (member of the zip file) called `name`."""
         first, num_bytes, _ = self._record(name)
         return self.begin + first, num_bytes
 
     def _record(self, name: str) -> tuple[int, int, int]:
         if name not in self.records:
-            raise CheckpointError(f"it has no record {name!r}")
+            raise CheckpointError(f"the archive has no record {name!r}")
         return self.records[name]
 
     def description(self, *, verify: bool) -> Any:
-        """Returns the value that torch.save wrote, read by `read_pickled_data` without unpickling."""
+        """Returns the value that torch.save wrote, without unpickling it (see `read_pickled_data`).
+
+        Objects, such as tensors, are represented by a `Record`. With `verify`, the bytes are compared with the
+        archive's CRC-32.
+        """
         return read_pickled_data(self.read("data.pkl", verify=verify), where="data.pkl")
 
     def locate(self, value: Any, *, verify: bool) -> Located:
-        """Returns where the tensor `value` of the description lies.
+        """Returns where the elements of a tensor in the archive lie in the file.
 
-        Raises CheckpointError unless the tensor is plain and dense.
+        `value` stands for the tensor in the result of `description`. Raises CheckpointError unless the tensor is plain
+        and dense.
 
         With `verify`, the content is also compared with the archive's CRC-32.
         """
         order = self.read("byteorder", verify=verify) if "byteorder" in self.records else None
         if order is not None and order != sys.byteorder.encode():
-            raise CheckpointError(f"its numbers are not {sys.byteorder}-endian as this machine's")
+            raise CheckpointError(
+                f"the archive's numbers are not {sys.byteorder}-endian, as this machine's are"
+            )
         while isinstance(value, Record) and value.name.startswith(_PARAMETER) and value.args:
             value = value.args[0]
         kind, args = (value.name, value.args) if isinstance(value, Record) else (type(value).__name__, None)
         if kind not in (f"{_REBUILD}2", f"{_REBUILD}3") or args is None or len(args) < 6:
-            raise CheckpointError(f"it holds {kind}, not a plain dense tensor: nothing of it was run")
+            raise CheckpointError(
+                f"the archive holds {kind}, not a plain dense tensor: nothing in the archive was run"
+            )
         storage, first, size, strides = args[:4]
         if isinstance(size, Record) and size.name == "torch.Size" and size.args is not None:
             (size,) = size.args
         is_untyped = kind.endswith("3")
         more = args[7:] if is_untyped else args[6:]
         if any(more):
-            raise CheckpointError(f"it holds a tensor with properties that cannot be stored: {more!r:.100}")
+            raise CheckpointError(
+                f"the archive holds a tensor with properties that cannot be stored: {more!r:.100}"
+            )
         if storage.name != "persistent id" or len(storage.args[0]) != 5 or storage.args[0][0] != "storage":
-            raise CheckpointError("its tensor has no storage")
+            raise CheckpointError("the tensor in the archive has no storage")
         kind, name = storage.args[0][1].name, storage.args[0][2]
         dtype = args[6].name.removeprefix("torch.") if is_untyped else _DTYPE_OF_STORAGE.get(kind, kind)
         record, elem_bytes = f"data/{name}", dtype_named(dtype).itemsize
         offset, num_bytes = self.place(record)
         last = first + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
         if math.prod(size) and (min(first, *strides, 0) < 0 or (last + 1) * elem_bytes > num_bytes):
-            raise CheckpointError(f"its tensor does not lie inside its storage of {num_bytes} bytes")
+            raise CheckpointError(f"the tensor does not lie inside its storage of {num_bytes} bytes")
         if math.prod(size) * elem_bytes > num_bytes:
             raise CheckpointError(
-                "its tensor repeats elements (a stride is 0 or too small): it cannot be stored"
+                "the tensor repeats elements (a stride is 0 or too small): it cannot be stored"
             )
         if verify:
             self.check(record)
@@ -291,11 +313,12 @@ class Archive:
 
 @contextmanager
 def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) -> Iterator[Archive]:
-    """Yields the archive at byte `begin` of a file.
+    """Opens the archive of torch.save at byte `begin` of a file, for a `with` block.
 
     `num_bytes` is the length of the archive; None: the archive extends to the end of the file.
 
-    Raises CheckpointError if the archive is invalid. The message names the archive, also for errors in the block.
+    Raises CheckpointError if the archive is invalid. The message of the error names the archive, also for errors that
+    are raised in the block.
     """
     where = f"{path}, archive at byte {begin}" if num_bytes is not None else str(path)
     try:
@@ -312,10 +335,10 @@ def open_archive(path: Path, *, begin: int = 0, num_bytes: int | None = None) ->
 
 
 def mapped_tensor(file: NDArray[Any], place: Located, *, where: str) -> torch.Tensor:
-    """Returns a tensor whose memory is the mapped file `file`: uint8, shape (length of the file,).
+    """Returns the tensor at `place` in a memory-mapped file, without a copy.
 
-    Do not write to the tensor: the memory is mapped read-only. `where` is the file's name for messages. Raises
-    CheckpointError if the file has become shorter.
+    `file` contains the bytes of the file: uint8, shape (length of the file,). Do not write to the tensor: the memory is
+    mapped read-only. `where` is the file's name for messages. Raises CheckpointError if the file has become shorter.
     """
     elem_bytes = dtype_named(place.dtype).itemsize
     num_bytes = place.num_bytes - place.num_bytes % elem_bytes
@@ -355,7 +378,7 @@ class _Bytes(io.RawIOBase):
 
 
 def _open(content: memoryview, *, begin: int) -> Archive:
-    """Returns the archive whose bytes are `content`.
+    """Opens the archive of torch.save whose bytes are `content`, and which begins at byte `begin` of its file.
 
     The module zipfile gets these bytes alone, without archives that precede it in the file: since the fix of
     CVE-2025-8291 (CPython 3.13.5 of Debian 13, 3.14) it refuses some archives that have other bytes before them.
@@ -370,13 +393,15 @@ def _open(content: memoryview, *, begin: int) -> Archive:
         header = entry.header_offset
         is_record = header >= 0 and bytes(content[header : header + 4]) == b"PK\x03\x04"
         if not is_record or entry.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"its record {entry.filename!r} is not where the archive's directory says")
+            raise CheckpointError(
+                f"the archive's record {entry.filename!r} is not where the archive's directory says"
+            )
         name_bytes, extra_bytes = (
             int.from_bytes(content[header + at : header + at + 2], "little") for at in (26, 28)
         )
         first = header + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
         if first + entry.file_size > len(content):
-            raise CheckpointError(f"its record {entry.filename!r} ends after the archive")
+            raise CheckpointError(f"the archive's record {entry.filename!r} ends after the archive")
         # All records lie in one folder, whose name is arbitrary.
         found[entry.filename.partition("/")[2]] = (first, entry.file_size, entry.CRC)
     return Archive(content=content, begin=begin, records=found)

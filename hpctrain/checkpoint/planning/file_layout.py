@@ -66,11 +66,11 @@ def _shared_text(state: State) -> str:
 def agree_on_plan(
     state: State, *, step: int, comm: Collective, file_of_rank: Sequence[int] | None = None
 ) -> WritePlan:
-    """Returns the write plan for the states of all ranks. Collective.
+    """Returns the plan of a save: which rank writes which bytes of which tensor. Collective.
 
-    The step, the assignment of ranks to files, the document and the list of replicated tensors must be the same on
-    all ranks. If they are not, CheckpointError, with a description of the difference, is raised on every rank.
-    `file_of_rank` is as in `make_plan`.
+    The step, the assignment of ranks to files, the document and the list of replicated tensors must be the same on all
+    ranks. If they are not, CheckpointError, with a description of the difference, is raised on every rank.
+    `file_of_rank` contains, for each rank, the index of the file that it writes to; None: all ranks write to one file.
     """
     headers = agreed(comm, lambda: [header_of(item) for item in state.sources()])
     replicated = [header.to_json() for header in headers if header.box is None]
@@ -91,7 +91,9 @@ def agree_on_plan(
     by_rank = [different[number] for number in number_of_rank]
     if any(entry["step"] != by_rank[0]["step"] for entry in by_rank):
         steps = ", ".join(f"{entry['step']} on rank {place}" for place, entry in enumerate(by_rank))
-        raise CheckpointError(f"the ranks save different steps: {steps}", agreed=True)
+        raise CheckpointError(
+            f"the ranks save different steps: {steps}. Pass the same step on every rank", agreed=True
+        )
     if any(entry["files"] != by_rank[0]["files"] for entry in by_rank):
         texts = "; ".join(
             f"rank {rank} as {theirs}" for rank, theirs in enumerate(all_gather_json(comm, files)[:8])
@@ -117,7 +119,7 @@ def agree_on_plan(
 def _shards_of_all(
     different: Sequence[Mapping[str, Any]], number_of_rank: Sequence[int]
 ) -> Sequence[Sequence[Header]]:
-    """Returns the shards of each rank.
+    """Returns, for each rank, the shards (parts of sharded tensors) that it holds.
 
     `different` contains the distinct messages that ranks have sent, `number_of_rank` the index of each rank's
     message.
@@ -133,7 +135,7 @@ def _shards_of_all(
 
 
 def _document_difference(document: dict[str, Any], comm: Collective) -> str:
-    """Returns a message with the document's top-level keys that differ, and on which ranks. Collective."""
+    """Returns an error message: which top-level keys of the JSON document differ, and on which ranks. Collective."""
     hashes = {key: hash_of(json.dumps(value, sort_keys=True).encode()) for key, value in document.items()}
     by_rank = all_gather_json(comm, hashes)
     lines = []
@@ -149,14 +151,16 @@ def _document_difference(document: dict[str, Any], comm: Collective) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileLayout:
-    """The layout of a save on one rank, cached while names, dtypes and shapes are unchanged.
+    """Which bytes one rank writes in a save, and where; cached while names, dtypes and shapes are unchanged.
 
     Attributes:
         files: Which rank writes to which file.
-        skeleton: The HDF5 structures of this rank's file, if this rank is the leader of the file; else None.
+        skeleton: What HDF5 itself stores in this rank's file, if this rank is the lowest rank that writes to the file;
+            else None.
         text: The list of tensors in the metadata, as JSON text, on rank 0; else None.
         own: The bytes that this rank writes.
-        kinds: Dtype, shape and memory layout of each source. The sources are the items in `State.sources()`.
+        kinds: Dtype, shape and memory layout of each tensor that this rank passes to the save, in the order of
+            `State.sources()`.
         replicas: The replicated tensors. The ranks compare their copies of these tensors.
     """
 
@@ -168,17 +172,20 @@ class FileLayout:
     replicas: Replicas
 
     def fits(self, sources: Sequence[Item]) -> bool:
-        """Returns True if dtypes, shapes and memory layouts of the sources are those of the layout."""
+        """Returns True if this layout can be used for `sources`, the tensors that this rank passes to the save.
+
+        Their dtypes, shapes and memory layouts must be those for which the layout was computed.
+        """
         try:
             return [_kind_of(source) for source in sources] == self.kinds
         except RuntimeError:  # a tensor without a shape, nested or lazy: planning reports it
             return False
 
     def groups_unchanged(self, sources: Sequence[Item]) -> Iterator[ExtentGroup]:
-        """Yields the groups of extents that this rank writes, for a thread that writes during further training.
+        """Yields what this rank writes, group by group, for a thread that writes while training continues.
 
-        Raises CheckpointError for a tensor whose dtype or shape has changed since the layout was made. Each tensor is
-        checked just before its bytes are read.
+        A group lists byte ranges of the tensors `sources`. Just before a group is yielded, its tensors are checked:
+        raises CheckpointError if the dtype or shape of a tensor has changed since the layout was computed.
         """
         for group in self.own.groups:
             if any(_kind_of(sources[s.source]) != self.kinds[s.source] for s in group.segments):
@@ -198,10 +205,10 @@ def _kind_of(source: Item) -> _Kind:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Remembered:
-    """A cached layout.
+    """A cached `FileLayout`.
 
-    `number` is the index of the layout among all layouts of the communicator, the same on all its ranks. `frame` is
-    everything that the layout depends on, except dtypes and shapes.
+    `number` is the index of the layout among all layouts that were made for the communicator, the same on all its
+    ranks. `frame` contains everything that the layout depends on, except dtypes and shapes.
     """
 
     number: int
@@ -211,7 +218,7 @@ class _Remembered:
 
 @dataclass(kw_only=True, eq=False)
 class _Memory:
-    """Cached layouts of one communicator, the newest last."""
+    """Cached layouts (which bytes each rank writes, and where) of one communicator, the newest last."""
 
     layouts: list[_Remembered] = field(default_factory=list)
 
@@ -229,11 +236,11 @@ def layout_for(
     alignment: int,
     header: Metadata,
 ) -> FileLayout:
-    """Returns the layout of this save, from the cache if possible. Collective.
+    """Returns which bytes this rank writes, and where; from the cache if possible. Collective.
 
     Args:
         state: This rank's part of the content.
-        sources: `state.sources()`.
+        sources: The tensors of `state`, as `state.sources()` returns them.
         step: Step of the save.
         comm: The ranks that save together.
         file_of_rank: For each rank, the index of the file that it writes to.
@@ -280,9 +287,10 @@ def _frame(sources: Sequence[Item], *, file_of_rank: Sequence[int], alignment: i
 
 
 def _metadata_fits(layout: FileLayout, *, header: Metadata) -> bool:
-    """Returns True if rank 0's metadata fits into the space that the cached layout reserves.
+    """Returns True if the metadata fits into the space that the cached `layout` reserves. Call this on rank 0.
 
-    Returns False for metadata that exceeds the limit, for which `_lay_out` then raises on all ranks.
+    `header` is the metadata without the list of tensors. Returns False for metadata that exceeds the limit. A new
+    layout is then computed, which raises an error on all ranks.
     """
     assert layout.text is not None
     assert layout.skeleton is not None
@@ -301,9 +309,10 @@ def _lay_out(
     plan: WritePlan, *, sources: Sequence[Item], comm: Collective, alignment: int,
     header: Metadata,
 ) -> FileLayout:  # fmt: skip
-    """Computes the layout for a plan.
+    """Computes where each rank's bytes lie in the files, for a plan that states which rank writes which bytes.
 
-    Collective: the files' leaders create the skeletons and send their offsets to all.
+    Collective: the lowest rank of each file creates the HDF5 structures of the file, and sends the offsets to all
+    ranks.
     """
     file = plan.files.of_rank[comm.rank]
     leads = plan.files.leaders[file] == comm.rank

@@ -67,7 +67,7 @@ _HEADER_BYTES = 400  # approximate size of a dataset's object header
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkeletonDataset:
-    """A dataset of the file: its HDF5 path, the name of its torch dtype, its shape, and its length in bytes."""
+    """An HDF5 dataset of a checkpoint file: its path, the name of its torch dtype, its shape, its length in bytes."""
 
     path: str
     dtype: str
@@ -100,12 +100,12 @@ def make_skeleton(
     datasets: Sequence[SkeletonDataset], *, metadata_bytes: int = 0, user_block: bytes = b"",
     alignment: int = ALIGNMENT_BYTES,
 ) -> Skeleton:  # fmt: skip
-    """Creates the skeleton of one file with the HDF5 library. Not collective.
+    """Creates the skeleton of one checkpoint file: all that HDF5 itself stores, without content. Not collective.
 
     Contiguous datasets that are allocated early and never filled have a fixed file offset (H5Dget_offset), so that
-    their content can be written without HDF5. `metadata_bytes` is the space for the main file's metadata, 0 for
-    part files; `user_block` the first SEAL_BYTES bytes of a part file. Raises CheckpointError if HDF5 cannot
-    represent a dataset, if h5py is missing, or if the temporary folder is full.
+    their content can be written without HDF5. `metadata_bytes` is the space for the main file's metadata, 0 for part
+    files; `user_block` are the first SEAL_BYTES bytes of a part file. Raises CheckpointError if HDF5 cannot represent a
+    dataset, if h5py is missing, or if the temporary folder is full.
     """
     h5py = _import_h5py()
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
@@ -134,7 +134,10 @@ def make_skeleton(
 
 
 def _try_out(path: Path, *, num_bytes: int, headers: int) -> None:
-    """Raises OSError if the filesystem has no space for the skeleton, since HDF5 does not survive a full disk."""
+    """Raises OSError if the filesystem at `path` has no space for a file that HDF5 is about to write.
+
+    HDF5 itself does not survive a full disk.
+    """
     with open(path, "wb") as file:
         file.write(bytes(_HEADER_BYTES * headers + _MAX_BLOCK_BYTES))
         file.truncate(max(num_bytes, file.tell()))
@@ -241,7 +244,9 @@ _PADDING_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorsText:
-    """The metadata's list of tensors as JSON text, with placeholders.
+    """The list of tensors in a checkpoint's metadata, as JSON text with placeholders for numbers filled in later.
+
+    A piece is an HDF5 dataset with a part of a tensor. An extent is a region of a piece that has one hash.
 
     Attributes:
         text: The JSON text.
@@ -257,7 +262,10 @@ class TensorsText:
     written_as: NDArray[np.int64]
 
     def with_offsets(self, offsets: Sequence[int]) -> TensorsText:
-        """Returns the text with the file offsets filled in; `offsets` has one entry per piece, in the text's order."""
+        """Returns a copy in which the file offsets are filled in.
+
+        `offsets` has one entry per piece (HDF5 dataset), in the order of the text.
+        """
         digits = b"".join(str(offset).ljust(_OFFSET_DIGITS).encode() for offset in offsets)
         filled = np.frombuffer(self.text, dtype=np.uint8).copy()
         _fill(filled, places=self.offset_places, digits=digits, width=_OFFSET_DIGITS)
@@ -268,7 +276,10 @@ class TensorsText:
 
 
 def tensors_text(plan: WritePlan) -> TensorsText:
-    """Returns the metadata's list of tensors for a plan, with placeholders for offsets and hashes."""
+    """Returns the list of tensors for a checkpoint's metadata, as JSON text.
+
+    The text has placeholders for the file offsets and the hashes, which the write plan `plan` does not contain.
+    """
     no_hash = secrets.token_hex(HASH_DIGITS // 2)
     no_offset = 10 ** (_OFFSET_DIGITS - 1) + secrets.randbelow(10 ** (_OFFSET_DIGITS - 1))
     found: dict[tuple[int, int], list[tuple[tuple[int, ...], int, StoredExtent]]] = defaultdict(list)
@@ -304,9 +315,11 @@ def tensors_text(plan: WritePlan) -> TensorsText:
 
 
 def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int) -> int:
-    """Returns the number of bytes to reserve for the metadata: its length, plus a reserve for a document that grows.
+    """Returns the number of bytes to reserve in the main file for the metadata: its length, and room to grow.
 
-    Raises CheckpointError if the metadata exceeds MAX_METADATA_BYTES.
+    The metadata consists of `header`, whose JSON document may be longer in a later save, and the list of tensors
+    `tensors`. `num_parts` is the number of files of the checkpoint. Raises CheckpointError if the metadata exceeds
+    MAX_METADATA_BYTES.
     """
     needed = len(json.dumps(header)) + len(tensors.text) + 80 * num_parts + _PADDING_BYTES // 2
     if needed > MAX_METADATA_BYTES:
@@ -320,10 +333,11 @@ def room_for(header: Mapping[str, Any], tensors: TensorsText, *, num_parts: int)
 def metadata_text(
     header: Mapping[str, Any], tensors: TensorsText, *, hashes: NDArray[np.uint64], padded_bytes: int
 ) -> memoryview:
-    """Returns the complete metadata, padded with spaces to `padded_bytes` bytes.
+    """Returns the complete metadata of a checkpoint as JSON text, padded with spaces to `padded_bytes` bytes.
 
-    `hashes` contains the hashes of all ranks' extents, rank by rank: uint64, shape (num_extents,). Raises
-    CheckpointError if the metadata exceeds `padded_bytes` or MAX_METADATA_BYTES.
+    `header` is the metadata without the list of tensors, which is in `tensors`. `hashes` contains the hashes of all
+    ranks' extents (regions with one hash), rank by rank: uint64, shape (num_extents,). Raises CheckpointError if the
+    metadata exceeds `padded_bytes` or MAX_METADATA_BYTES.
     """
     head = json.dumps(header, separators=(",", ":")).encode()[:-1] + b',"tensors":'
     num_bytes = len(head) + len(tensors.text) + 1
@@ -346,7 +360,7 @@ def _places(text: bytes, token: str) -> NDArray[np.int64]:
 
 
 def _fill(text: NDArray[np.uint8], *, places: NDArray[np.int64], digits: bytes, width: int) -> None:
-    """Writes `digits` into `text`: the next `width` digits at each of the positions in `places`."""
+    """Overwrites parts of `text`: at each of the positions `places` with the next `width` bytes of `digits`."""
     if len(places):
         windows = np.lib.stride_tricks.sliding_window_view(text, width, writeable=True)
         windows[places] = np.frombuffer(digits, dtype=np.uint8).reshape(-1, width)

@@ -29,7 +29,8 @@ _JOINED_BYTES = 1 << 18
 class Segment:
     """A byte range of one tensor, in row-major order.
 
-    `source` is the index of the tensor in `State.sources()`, `start` is the position of the range's first byte.
+    `source` is the index of the tensor among those that the rank passes to the save (`State.sources()`), and `start`
+    the position of the range's first byte in the tensor.
     """
 
     source: int
@@ -39,11 +40,12 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExtentGroup:
-    """Segments whose bytes are taken from memory at once: one segment, or small segments contiguous in the file.
+    """Byte ranges of tensors (segments) whose bytes are taken from memory at once.
 
-    `extents` contains the extents in the group, in order, as indices into the list of the rank's extents. `offset`
-    is the file offset of a group of small segments. For any other single segment `offset` is None: its extents have
-    byte ranges of their own in the file (`OwnBytes.runs`).
+    A group has one segment, or several small segments that are contiguous in the file. An extent is a region of a
+    tensor that has one hash. `extents` contains the extents in the group, in order, as indices into the list of the
+    rank's extents. `offset` is the file offset of a group of small segments. For any other single segment `offset` is
+    None: its extents have byte ranges of their own in the file (`OwnBytes.runs`).
     """
 
     segments: tuple[Segment, ...]
@@ -59,10 +61,10 @@ Content: TypeAlias = Iterator[tuple[ExtentGroup, memoryview]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnBytes:
-    """The bytes that one rank writes to its file.
+    """Which bytes one rank writes to its file. An extent is a region of a tensor that has one hash.
 
     Attributes:
-        groups: The groups of segments, in file order.
+        groups: Groups of byte ranges of tensors, in file order.
         extent_bytes: Length of each extent, in the plan's order.
         runs: For each extent, the byte ranges of the file, (offset, length), that hold the extent's bytes, in the
             order of these bytes.
@@ -79,10 +81,11 @@ class OwnBytes:
     def byte_ranges(
         self, content: Content, *, hashes: NDArray[np.uint64]
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yields all content as byte ranges of the file, (offset, bytes), and stores the extents' hashes in `hashes`.
+        """Yields `content` as byte ranges of the file, (offset, bytes), and stores the hashes in `hashes`.
 
-        Each extent is hashed just before its bytes are yielded, so that they are still in the processor's cache
-        when they are written. `hashes` is an array of uint64, shape (num_extents,).
+        An extent is a region of a tensor that has one hash. Each extent is hashed just before its bytes are yielded, so
+        that they are still in the processor's cache when they are written. `hashes` is an array of uint64, shape
+        (num_extents,).
         """
         digest, sizes = xxhash.xxh3_64_intdigest, self.extent_bytes
         for group, data in content:
@@ -109,7 +112,7 @@ class OwnBytes:
 def own_bytes(
     plan: WritePlan, *, rank: int, pieces: Mapping[PieceKey, PlannedPiece], offsets: Mapping[PieceKey, int]
 ) -> OwnBytes:
-    """Returns the bytes that `rank` writes.
+    """Returns which bytes `rank` writes, and where they lie in its file.
 
     `pieces` are the pieces (HDF5 datasets) in the rank's file, `offsets` the file offsets of these pieces.
     """
@@ -149,7 +152,11 @@ def own_bytes(
 
 
 def join_segments(segments: Sequence[Segment]) -> OwnBytes:
-    """Returns the segments laid out like the extents of a file: each segment begins where the previous segment ends."""
+    """Lays out byte ranges of tensors one after another, as if each were an extent of a file.
+
+    An extent is a region that has one hash. The first segment begins at offset 0, each other segment where the previous
+    one ends.
+    """
     runs: list[tuple[tuple[int, int], ...]] = []
     position = 0
     for segment in segments:
@@ -190,11 +197,11 @@ def _grouped(
 def content_of(
     sources: Sequence[Item], own: OwnBytes, *, groups: Iterable[ExtentGroup], staging: Staging
 ) -> Content:
-    """Yields each of `groups`, which are groups of `own`, with its bytes.
+    """Yields each of `groups`, which list byte ranges of the tensors `sources`, with its bytes.
 
-    Small tensors are joined in memory of `staging`. Large tensors are not copied, unless they are not contiguous or
-    are on a device. Large tensors on a device are copied to the host one extent at a time, so the host never holds
-    a whole copy.
+    The groups are those of `own`, what this rank writes. Small tensors are joined in memory of `staging`. Large tensors
+    are not copied, unless they are not contiguous or are on a device. Large tensors on a device are copied to the host
+    one extent (region with one hash) at a time, so the host never holds a whole copy.
     """
     for group in groups:
         if group.offset is not None:
@@ -215,17 +222,20 @@ def content_of(
 
 
 def copy_to(buffer: torch.Tensor, sources: Sequence[Item], own: OwnBytes) -> None:
-    """Copies all of this rank's bytes, group after group, into `buffer`: uint8, shape (`copy_bytes`,), on the host.
+    """Copies all bytes that this rank writes into `buffer`: uint8, shape (copy_bytes(own),), on the host.
 
-    Copies from a device are queued on the device's current stream: synchronize before reading the buffer or changing a
-    tensor.
+    The bytes are those of the tensors `sources` that `own` lists. Copies from a device are queued on the device's
+    current stream: synchronize before reading the buffer or changing a tensor.
     """
     for group, position in zip(own.groups, _places(own), strict=True):
         _copy_group(buffer[position : position + group.num_bytes], sources, group, wait=False)
 
 
 def content_in(buffer: torch.Tensor, own: OwnBytes) -> Content:
-    """Yields each group's bytes from a buffer (uint8) that `copy_to` has filled."""
+    """Yields each group of `own` with its bytes, from a buffer (uint8) that `copy_to` has filled.
+
+    A group lists byte ranges of tensors.
+    """
     data = buffer.numpy().data
     for group, position in zip(own.groups, _places(own), strict=True):
         yield group, data[position : position + group.num_bytes]
@@ -240,10 +250,10 @@ def copy_bytes(own: OwnBytes) -> int:
 
 
 def _places(own: OwnBytes) -> Iterator[int]:
-    """Yields each group's position in the buffer of `copy_to`.
+    """Yields, for each group of byte ranges in `own`, its position in the buffer that `copy_to` fills.
 
-    A large group has the same offset within a block as in the file, so that direct I/O can write it without another
-    copy.
+    A large group has the same offset within a block of BLOCK_BYTES as in the file, so that direct I/O can write it
+    without another copy.
     """
     position = 0
     for group in own.groups:
@@ -254,10 +264,10 @@ def _places(own: OwnBytes) -> Iterator[int]:
 
 
 def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: ExtentGroup, *, wait: bool) -> None:
-    """Copies a group into `target`: uint8, shape (group.num_bytes,), on the host.
+    """Copies a group of byte ranges of tensors into `target`: uint8, shape (group.num_bytes,), on the host.
 
-    Small tensors of one device are joined there and copied at once. Unless `wait` is set, copies from a device are
-    only queued.
+    Small tensors that are on one device are joined on that device and copied at once. Unless `wait` is set, copies from
+    a device are only queued.
     """
     if group.offset is None:
         target.copy_(view_of(sources, group.segments[0]), non_blocking=not wait)
@@ -275,7 +285,7 @@ def _copy_group(target: torch.Tensor, sources: Sequence[Item], group: ExtentGrou
 
 
 def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segment]) -> bool:
-    """Copies small segments with memmove, which is several times as fast as a copy by torch.
+    """Copies small byte ranges of tensors to the memory at `address` with memmove, which is faster than torch.
 
     Returns False, perhaps after copying some segments, if a segment is not on the host.
     """
@@ -297,7 +307,7 @@ def _copy_small(address: int, sources: Sequence[Item], segments: Sequence[Segmen
 
 
 def view_of(sources: Sequence[Item], segment: Segment) -> torch.Tensor:
-    """Returns the segment's bytes: uint8, shape (num_bytes,), on the tensor's device.
+    """Returns the bytes of `segment`, a byte range of a tensor: uint8, shape (num_bytes,), on its device.
 
     If the tensor is not contiguous, only the rows that contain the bytes are copied.
     """

@@ -42,10 +42,10 @@ _HASH_MASK = (1 << 62) - 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replicas:
-    """The replicated tensors of a layout and how to sample them; the same on every rank.
+    """The replicated tensors of a save, and how to sample them when the ranks' copies are compared.
 
     Attributes:
-        sources: Indices of the replicated tensors in `State.sources()`.
+        sources: Indices of the replicated tensors in `State.sources()`, the list of all tensors that a rank saves.
         num_bytes: Length of each replicated tensor in bytes, by the tensor's index in `State.sources()`.
         turns: A sample contains parts of every `turns`-th tensor, so that `turns` successive samples contain a part
             of each tensor.
@@ -62,10 +62,10 @@ class Replicas:
 
     @classmethod
     def of(cls, sources: Sequence[Item], *, step: int) -> Replicas:
-        """Returns the replicated tensors among `sources`; the number of the first sample depends on `step`.
+        """Returns the replicated tensors among `sources`, the tensors that a rank saves.
 
-        So a run that is often resumed does not compare the same parts each time. `step` is the step of the save for
-        which the layout is made.
+        `step` is the step of the first save. The number of the first sample to be compared depends on it, so that a run
+        that is often resumed does not compare the same parts each time.
         """
         num_bytes = {
             number: source.tensor.nbytes
@@ -81,9 +81,9 @@ class Replicas:
         )  # fmt: skip
 
     def sample(self, number: int) -> list[Segment]:
-        """Returns sample `number`: at most one piece of each tensor.
+        """Returns the byte ranges to compare in sample `number`: at most one byte range of each replicated tensor.
 
-        `turns * part` successive samples cover every byte.
+        The samples with `turns * part` successive numbers (see the attributes) together contain every byte.
         """
         found = []
         for source in self.sources[number % self.turns :: self.turns]:
@@ -96,7 +96,7 @@ class Replicas:
         return found
 
     def whole(self) -> list[Segment]:
-        """Returns all bytes of the tensors, in pieces of at most EXTENT_BYTES."""
+        """Returns byte ranges of at most EXTENT_BYTES bytes that make up all replicated tensors."""
         return [
             Segment(source=source, start=start, num_bytes=min(EXTENT_BYTES, num_bytes - start))
             for source, num_bytes in self.num_bytes.items()
@@ -110,8 +110,8 @@ class ReplicaMismatch:
 
     Attributes:
         ranks_by_name: For the name of each such tensor, the world ranks whose copies differ from rank 0's.
-        amounts: For the first few of these tensors, the largest difference among the compared elements of all
-            ranks.
+        amounts: For the first few of these tensors, the largest difference between elements of rank 0 and of any rank,
+            among the elements that were compared.
         num_ranks: Number of ranks that were compared.
         how: How much was compared, as in `SaveOptions.replica_check`.
     """
@@ -150,11 +150,12 @@ def compare_replicas(
     replicas: Replicas, sources: Sequence[Item], *, number: int, comm: Collective, how: ReplicaCheck,
     on_mismatch: OnReplicaMismatch,
 ) -> ReplicaMismatch | None:  # fmt: skip
-    """Compares the ranks' copies, and returns the differences or None. Collective.
+    """Compares the ranks' copies of replicated tensors. Returns the differences, or None if there are none. Collective.
 
-    The comparison costs one all-reduce of three numbers, unless copies differ. `sources` is `State.sources()`; `number`
-    is the number of the sample, the same on every rank. Raises on every rank: CheckpointError if a rank cannot read its
-    copies; UsageError if copies differ and the ranks have different settings.
+    The comparison costs one all-reduce of three numbers, unless copies differ. `sources` are the tensors that this rank
+    saves. `number` is the number of the sample (the bytes to compare), the same on every rank. `how` states how much is
+    compared, and `on_mismatch` what the caller does if copies differ. Raises on every rank: CheckpointError if a rank
+    cannot read its copies; UsageError if copies differ and the ranks have different settings.
     """
     segments: list[Segment] = []
     if comm.num_ranks > 1 and how != "off":
@@ -179,7 +180,10 @@ def compare_replicas(
 
 
 def _hashes(segments: Sequence[Segment], sources: Sequence[Item]) -> NDArray[np.uint64]:
-    """Returns the hash of each segment: uint64, shape (num_segments,)."""
+    """Returns the hash of each of `segments`, which are byte ranges of the tensors `sources`.
+
+    The result is uint64, shape (num_segments,).
+    """
     own_bytes = join_segments(segments)
     hashes = np.zeros(len(segments), dtype=np.uint64)
     for _ in own_bytes.byte_ranges(
@@ -193,7 +197,7 @@ def _found(
     segments: Sequence[Segment], sources: Sequence[Item], *, hashes: NDArray[np.uint64], comm: Collective,
     how: ReplicaCheck,
 ) -> ReplicaMismatch:  # fmt: skip
-    """Exchanges the hashes of all ranks and returns the differences. Collective."""
+    """Exchanges the ranks' hashes of `segments` (byte ranges of tensors), and returns which differ. Collective."""
     by_rank = np.stack(
         [np.frombuffer(data, dtype=np.uint64) for data in comm.all_gather_bytes(hashes.tobytes())]
     )  # (num_ranks, num_segments)
@@ -214,7 +218,10 @@ def _found(
 
 
 def _largest_difference(segment: Segment, sources: Sequence[Item], *, comm: Collective) -> float:
-    """Returns the largest finite difference between rank 0's values and those of any rank. Collective."""
+    """Returns the largest finite difference between rank 0's values and those of any rank in `segment`. Collective.
+
+    A segment is a byte range of a tensor.
+    """
     mine = view_of(sources, segment).cpu().clone()
     reference = mine.clone()
     comm.broadcast(reference, root=0)

@@ -43,10 +43,10 @@ from hpctrain.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class EvenShards(Sequence[Sequence[Header]]):
-    """The shards of all ranks, as headers, if every rank holds the same number n of rows of a tensor, in rank order.
+    """The shards of all ranks, if every rank holds the same number n of rows of each sharded tensor, in rank order.
 
-    Rank r then holds rows n r to n (r + 1) - 1. The states of the ranks' random generators are an example. Such
-    shards need no check, and a rank needs to know only the shards of the first rank.
+    Rank r then holds rows n r to n (r + 1) - 1. The states of the ranks' random generators are an example. The shards
+    are headers, without content. Such shards need no check, and a rank needs to know only the shards of the first rank.
     """
 
     first: tuple[Header, ...]
@@ -54,7 +54,11 @@ class EvenShards(Sequence[Sequence[Header]]):
 
     @classmethod
     def of(cls, headers: Sequence[Header], *, rank: int, num_ranks: int) -> EvenShards | None:
-        """Returns the shards of all ranks, derived from this rank's shards; None if this rank's shards are not even."""
+        """Derives the shards of all ranks from the shards of rank `rank`; returns None if that is impossible.
+
+        It is possible if the shards are even: rank r holds rows n r to n (r + 1) - 1 of each tensor, with the same n on
+        every rank.
+        """
         first = []
         for header in headers:
             if header.box is None or not header.shape or len(header.box.offset) != len(header.shape):
@@ -85,7 +89,10 @@ class EvenShards(Sequence[Sequence[Header]]):
 
 
 def even_box(header: Header, *, rank: int) -> Box:
-    """Returns the box that `rank` holds of a tensor in `EvenShards`. `header` is the first rank's header."""
+    """Returns the box of a tensor that `rank` holds, if every rank holds the same number of rows, in rank order.
+
+    `header` describes the part of the first rank.
+    """
     assert header.box is not None
     return Box(offset=(rank * header.box.shape[0], *header.box.offset[1:]), shape=header.box.shape)
 
@@ -93,7 +100,7 @@ def even_box(header: Header, *, rank: int) -> Box:
 def check_shards(
     shards_by_rank: Sequence[Sequence[Header]], *, replicated_names: set[str]
 ) -> dict[str, Header]:
-    """Returns one header per sharded tensor.
+    """Checks the shards of all ranks, and returns one header (name, dtype and shape) per sharded tensor.
 
     Raises CheckpointError unless the shards of each tensor agree in dtype and shape and together hold every element
     exactly once.
@@ -158,14 +165,15 @@ CUT_BYTES = 4096
 class Division:
     """The concatenated bytes of tensors, divided into `num_parts` parts of about equal size.
 
-    The rank of part 0 also writes `ahead_bytes` other bytes, which count toward its share. If `ahead_bytes` is at most
-    an equal share of all bytes, every share differs from an equal share by less than CUT_BYTES.
+    Each part is written by one rank. The rank of part 0 also writes `ahead_bytes` other bytes, which count toward its
+    share. If `ahead_bytes` is at most an equal share of all bytes, every share differs from an equal share by less than
+    CUT_BYTES.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]], *, num_parts: int, ahead_bytes: int = 0) -> None:
-        """Takes (number of bytes, bytes per element) of each tensor.
+        """`sizes` contains (number of bytes, bytes per element) of each tensor.
 
-        `ahead_bytes` is the number of other bytes that the writer of part 0 writes. Part 0 is smaller by as many
+        `ahead_bytes` is the number of other bytes that the rank of part 0 also writes. Part 0 is smaller by as many
         bytes, and may be empty.
         """
         self._elem_bytes = [elem_bytes for _, elem_bytes in sizes]
@@ -176,24 +184,26 @@ class Division:
         self._rest_bytes = total_bytes - self._first_bytes
 
     def pieces(self, part: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (tensor, start, stop) for each tensor that has elements in a part.
+        """Yields (tensor, start, stop) for each tensor that has elements in the part of index `part`.
 
-        These are the elements start <= i < stop of the flattened tensor; `tensor` is the index of the tensor.
+        The elements in the part are start <= i < stop of the flattened tensor; `tensor` is the index of the tensor.
         """
         return self._pieces_between(self._boundary(part), self._boundary(part + 1))
 
     def pieces_of_run(self, run: int, *, ends: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-        """Yields the same as `pieces`, for a run of successive parts, such as the parts in one file.
+        """Yields (tensor, start, stop) for each tensor that has elements in a run of successive parts.
 
-        `run` is the index of the run. `ends` contains the positions at which the runs end, from `boundaries`: shape
-        (num_runs,).
+        For example, the parts in one file form a run. The elements are start <= i < stop of the flattened tensor of
+        index `tensor`. `run` is the index of the run. `ends` contains the byte positions in the concatenated tensors at
+        which the runs end: shape (num_runs,).
         """
         return self._pieces_between(int(ends[run - 1]) if run else 0, int(ends[run]))
 
     def number_of_run(self, run: int, tensor: int, *, ends: NDArray[np.int64]) -> int:
-        """Returns how many of the runs before run `run` contain elements of a tensor.
+        """Returns how many runs of parts before run `run` contain elements of the tensor of index `tensor`.
 
-        Run `run` itself must contain elements of the tensor. `ends` is as in `pieces_of_run`.
+        A run consists of successive parts, such as the parts in one file. Run `run` itself must contain elements of the
+        tensor. `ends` contains the byte positions in the concatenated tensors at which the runs end: shape (num_runs,).
         """
         first, begin = self._begins[tensor], int(ends[run - 1]) if run else 0
         if begin <= first:
@@ -211,7 +221,7 @@ class Division:
             begin, tensor = stop, tensor + 1
 
     def _boundary(self, part: int) -> int:
-        """Returns the byte position in the concatenated tensors at which a part begins."""
+        """Returns the byte position in the concatenated tensors at which the part of index `part` begins."""
         if part == 0:
             return 0
         if part == self._num_parts:
@@ -220,7 +230,7 @@ class Division:
         return cut - (cut - self._begins[bisect_right(self._begins, cut) - 1]) % CUT_BYTES
 
     def boundaries(self, parts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the byte positions in the concatenated tensors at which the parts with the indices `parts` begin.
+        """Returns the byte positions, in the concatenated tensors, at which the parts of indices `parts` begin.
 
         The result has the shape and dtype of `parts`. The position of part `num_parts` is the end of the tensors.
         """
@@ -245,7 +255,11 @@ PieceKey: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPiece:
-    """One dataset of shape `shape`: the elements of `box`, a rectangular region of `PlannedTensor.view`."""
+    """An HDF5 dataset that a save will write, with a part of a tensor.
+
+    The elements are those of `box`, a rectangular region of an array of shape `PlannedTensor.view`, and have the shape
+    `shape` in the dataset. `file` is the index of the file.
+    """
 
     file: int
     dataset: str
@@ -255,10 +269,10 @@ class PlannedPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedTensor:
-    """A tensor of the plan.
+    """A tensor that a save will write.
 
-    The pieces and extents of the tensor are boxes (rectangular regions) of an array of shape `view`, which has the same
-    elements.
+    The pieces of the tensor (one HDF5 dataset each) and its extents (regions with one hash each) are boxes (rectangular
+    regions) of an array of shape `view`, which has the same elements.
 
     For replicated tensors `view` is `(num_elems,)`, so that an extent can be any range of elements; for sharded tensors
     `view` is the tensor's own shape.
@@ -284,11 +298,11 @@ class Extent:
 
     Attributes:
         tensor: Index of the tensor in the plan.
-        piece: Index of the piece among the tensor's pieces.
-        box: The elements, as a box of the tensor's view.
-        source: Index of the tensor's item in `State.sources()` of the writing rank.
-        source_start: Position of the extent's first element in that item's elements in row-major order. The extent
-            is contiguous there.
+        piece: Index of the HDF5 dataset that contains the extent, among the datasets (pieces) of the tensor.
+        box: The elements, as a box of an array of shape `PlannedTensor.view`.
+        source: Index of the tensor among those that the writing rank passes to the save (`State.sources()`).
+        source_start: Position of the extent's first element in that tensor, flattened in row-major order. The extent is
+            contiguous in the flattened tensor.
     """
 
     tensor: int
@@ -332,7 +346,7 @@ class Files:
         return self.order[self.first[file] : self.first[file + 1]]
 
     def position_of(self, rank: int) -> int:
-        """Returns the position of a rank in `order`."""
+        """Returns the position of a rank in `order`, the list of ranks sorted by file."""
         file = self.of_rank[rank]
         return int(self.first[file] + np.searchsorted(self.ranks_of(file), rank))
 
@@ -373,7 +387,7 @@ class WritePlan:
         return sum(e.box.num_elems * self.tensors[e.tensor].elem_bytes for e in self.extents_of(rank))
 
     def extents_of(self, rank: int) -> list[Extent]:
-        """Returns the extents (regions that are hashed as a whole) that `rank` writes."""
+        """Returns the extents (regions of tensors that are hashed as a whole) that `rank` writes."""
         extents: list[Extent] = []
 
         def add(tensor: int, piece: int, box: Box, *, source: int, start: int) -> None:
@@ -424,7 +438,11 @@ class WritePlan:
         return [[pieces[number] for number in sorted(pieces)] for pieces in found]
 
     def _boxes_in(self, file: int) -> Iterator[tuple[PieceKey, int, Box]]:
-        """Yields for each piece in a file its key, its number among the tensor's pieces in this file, and its box."""
+        """Yields three values for each piece (an HDF5 dataset with a part of a tensor) in the file of index `file`.
+
+        These are the key of the piece (indices of tensor and piece), its index among the tensor's pieces in this file,
+        and its box (the elements).
+        """
         if self.files.count == 1:
             yield from (((t, 0), 0, whole_box(tensor.view)) for t, tensor in enumerate(self.tensors))
             return
@@ -454,16 +472,19 @@ class WritePlan:
 
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
-        """Byte positions in the concatenated replicated tensors at which the files' parts end: shape (num_files,)."""
+        """For each file, the byte position in the concatenated replicated tensors at which the file's part ends.
+
+        The shape is (num_files,).
+        """
         return self._division.boundaries(self.files.first[1:])
 
     @cached_property
     def _listed_shards(
         self,
     ) -> tuple[dict[tuple[int, int], int], dict[int, list[tuple[PieceKey, int, Box]]]]:
-        """Maps (rank, index of the shard) to the index of the shard's piece, and each file to the pieces in it.
+        """Two dicts: (rank, index of the rank's shard) -> index of the shard's piece, and file -> pieces in the file.
 
-        The pieces are as `_boxes_in` yields them.
+        A piece is an HDF5 dataset with a part of a tensor. The pieces in a file are given as `_boxes_in` yields them.
         """
         numbers: dict[tuple[int, int], int] = {}
         by_file: dict[int, list[tuple[PieceKey, int, Box]]] = defaultdict(list)
@@ -489,12 +510,14 @@ def make_plan(
     shards_by_rank: Sequence[Sequence[Header]],
     file_of_rank: Sequence[int] | None = None,
 ) -> WritePlan:
-    """Returns the write plan for all ranks. The arguments must be the same on every rank.
+    """Returns the plan of a save: which rank writes which bytes of which tensor.
+
+    The arguments must be the same on every rank.
 
     Args:
-        replicated: The tensors that every rank lists, `Replicated` and `FromRank0`, sorted by name.
-        shards_by_rank: Each rank's shards, in its own order; as `EvenShards` if possible, since otherwise the plan
-            takes time and memory in proportion to the number of ranks.
+        replicated: The tensors of kind `Replicated` or `FromRank0`, which every rank lists, sorted by name.
+        shards_by_rank: The shards of each rank, in the order in which the rank lists them. Pass an `EvenShards` if
+            possible, since otherwise the plan takes time and memory in proportion to the number of ranks.
         file_of_rank: For each rank, the index of the file that it writes to; the indices start at 0, without gaps.
             None: one file for all ranks.
 

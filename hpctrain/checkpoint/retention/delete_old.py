@@ -24,8 +24,8 @@ from hpctrain.storage import sync_directory
 def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
     """Deletes the checkpoints of `directory` that `retention` does not keep. Not collective.
 
-    `saved` is the new checkpoint, already committed. Errors are returned as text, since they must not fail the
-    save.
+    `saved` is the path of the new checkpoint, which is finished. Errors are returned as text, since they must not fail
+    the save.
     """
     paths, notes = deletable(directory, saved=saved, retention=retention)
     for path in paths:
@@ -39,9 +39,10 @@ def retain(directory: Path, *, saved: Path, retention: Retention) -> list[str]:
 
 
 def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[list[Path], list[str]]:
-    """Returns the checkpoints that `retain` deletes, oldest first, and notes for the user.
+    """Returns the checkpoints of `directory` that `retention` does not keep, oldest first, and notes for the user.
 
-    With `retention.best`, a checkpoint whose metric cannot be read is kept, since it might be the best one.
+    `saved` is the path of the new checkpoint, which is kept. With `retention.best`, a checkpoint whose metric cannot be
+    read is kept, since it might be the best one.
     """
     try:
         paths = finished_newest_first(directory)
@@ -63,8 +64,8 @@ def deletable(directory: Path, *, saved: Path, retention: Retention) -> tuple[li
 def delete_checkpoint(path: Path) -> None:
     """Deletes a finished checkpoint, a file or a folder. Raises OSError, except for a file that does not exist.
 
-    A folder is first renamed to a partial checkpoint. So a partly deleted folder is never taken for a checkpoint,
-    and the next save removes the rest.
+    A folder is first renamed to the name of an incomplete checkpoint. So a partly deleted folder is never taken for a
+    checkpoint, and the next save removes the rest.
     """
     if path.is_symlink() or not path.is_dir():  # of a symbolic link, delete only the link
         path.unlink(missing_ok=True)
@@ -79,7 +80,10 @@ def delete_checkpoint(path: Path) -> None:
 def _quality(
     by_step: dict[int, list[Path]], *, best: Best, saved: int, notes: list[str]
 ) -> tuple[dict[int, float], set[int]]:
-    """Returns the metric's value by step, and the steps whose checkpoint cannot be read. Appends errors to `notes`."""
+    """Returns two results: the value of the metric `best` by step, and the steps whose checkpoint cannot be read.
+
+    `by_step` contains the paths of the checkpoints. Steps after `saved` are ignored. Errors are appended to `notes`.
+    """
     quality: dict[int, float] = {}
     unknown: set[int] = set()
     for step, paths in by_step.items():

@@ -159,8 +159,8 @@ _REMEMBERED = 9
 def daly_interval_s(*, cost_s: float, failure_every_s: float) -> float:
     """Returns the training time between two checkpoints that minimizes the lost time, in seconds.
 
-    `cost_s` is the time for which training waits per checkpoint, `failure_every_s` the mean time between failures
-    of the whole job. Raises UsageError if an argument is out of range. Source: Daly 2006, equation 37 (see above).
+    `cost_s` is the time for which training waits per checkpoint, `failure_every_s` the mean time between failures of
+    the whole job. Raises UsageError if an argument is out of range. Source: Daly 2006, equation 37.
     """
     if not (cost_s >= 0 and failure_every_s > 0 and math.isfinite(cost_s)):
         raise UsageError(
@@ -208,10 +208,11 @@ class IntervalAdvice:
 
 
 def advise(*, cost_s: float, write_s: float, failures_per_day: float) -> IntervalAdvice:
-    """Returns the recommended interval for measured times.
+    """Returns the recommended interval between checkpoints, computed from measured times.
 
-    The interval is at least `write_s - cost_s`, the time for which a save continues while training runs, since only
-    one save can be in progress.
+    `cost_s` is the time for which training waits per checkpoint, and `write_s` the time from the start of a save to its
+    commit. The interval is at least `write_s - cost_s`, the time for which a save continues while training runs, since
+    only one save can be in progress.
     """
     failure_every_s = SECONDS_PER_DAY / failures_per_day if failures_per_day > 0 else math.inf
     return IntervalAdvice(
@@ -237,7 +238,10 @@ class Costs:
         self._write_s.append(write_s)
 
     def advice(self, *, failures_per_day: float) -> IntervalAdvice | None:
-        """Returns the recommended interval for the median costs; None before the first checkpoint."""
+        """Returns the recommended interval between checkpoints; None before the first checkpoint.
+
+        The interval is computed from the medians of the measured costs, and from the number of failures per day.
+        """
         if not self._stall_s:
             return None
         return advise(

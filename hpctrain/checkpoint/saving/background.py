@@ -37,8 +37,8 @@ _BEST_EFFORT_LOWEST = (2 << 13) | 7  # not the idle class, which can starve
 class BackgroundThread(Executor):
     """Executor that runs the submitted calls one after another, in one thread of low CPU and I/O priority.
 
-    A ThreadPoolExecutor would not do, since it accepts no work once the interpreter shuts down. A checkpoint in
-    progress must still submit its last phase at that time. The thread is a daemon thread.
+    A ThreadPoolExecutor cannot be used, since it accepts no calls once the interpreter shuts down. The last part of a
+    save in progress must still be submitted at that time. The thread is a daemon thread.
     """
 
     def __init__(self, *, name: str) -> None:
@@ -125,7 +125,7 @@ def submit(executor: Executor | None, work: Callable[[], Any]) -> Future[Any]:
 
 @final
 class HostBuffers:
-    """Host memory for a copy of a rank's state. Each save reuses the memory of the previous one."""
+    """Host memory for a copy of a rank's state. Each save reuses the memory of the previous save."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -188,11 +188,12 @@ def _pin(memory: torch.Tensor) -> weakref.finalize[..., torch.Tensor] | None:
 
 
 def content_copied(sources: Sequence[Item], own: OwnBytes, *, buffers: HostBuffers) -> Content:
-    """Copies the bytes that this rank writes into `buffers` and returns them. The tensors may change afterwards.
+    """Copies the bytes that this rank writes to a checkpoint into `buffers` and returns them. Not collective.
 
-    Not collective. The copy may fail for lack of memory, possibly on this rank only. In that case this function
-    does not raise, but iterating over the result raises CheckpointError. So an engine in which all ranks write
-    together can report the error to the other ranks.
+    `sources` are this rank's tensors, which may change afterwards, and `own` states which bytes of them the rank
+    writes. The copy may fail for lack of memory, possibly on this rank only. In that case this function does not raise,
+    but iterating over the result raises CheckpointError. So an engine in which all ranks write together can report the
+    error to the other ranks.
     """
     devices = {source.tensor.device for source in sources if not source.tensor.is_cpu}
     try:

@@ -61,11 +61,12 @@ from hpctrain.storage import InUseError, check_lease, hash_of, sync_directory, t
 
 
 def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
-    """Creates the checkpoint directory, takes its lease, and removes the partial checkpoints of killed saves.
+    """Creates the checkpoint directory, locks it for this run, and removes what killed saves have left.
 
-    The lease keeps other runs from saving to the directory. If `folder` is True, this also creates the folder
-    `partial`. Returns a message for each file that could not be removed; such a file does not prevent the save.
-    Raises CheckpointError if the directory cannot be written to, or if another run saves to it.
+    The lock is a lease that keeps other runs from saving to the directory. What killed saves have left are incomplete
+    checkpoints. If `folder` is True, this also creates the folder `partial`, in which the checkpoint is written.
+    Returns a message for each file that could not be removed; such a file does not prevent the save. Raises
+    CheckpointError if the directory cannot be written to, or if another run saves to it.
     """
     with explained(action="write checkpoints to", path=directory):
         missing = [place for place in (directory, *directory.parents) if not place.is_dir()]
@@ -80,7 +81,7 @@ def make_room(directory: Path, partial: Path, *, folder: bool) -> list[str]:
 
 
 def _claim(directory: Path) -> None:
-    """Takes the lease on the directory, or checks that this process still has it.
+    """Takes the lease (a lock) on the directory, or checks that this process still has the lease.
 
     Raises CheckpointError if another run saves to the directory.
     """
@@ -95,7 +96,7 @@ def _claim(directory: Path) -> None:
 
 
 def create_file(path: Path, *, file_bytes: int) -> None:
-    """Gives a file its full length and disk space, without content. Raises CheckpointError.
+    """Creates a file of `file_bytes` bytes, with its disk space, but without content. Raises CheckpointError.
 
     The file may exist already, since setting a stripe layout creates it.
     """
@@ -108,10 +109,11 @@ def create_file(path: Path, *, file_bytes: int) -> None:
 
 
 def seal_file(path: Path, *, skeleton: Skeleton, metadata: memoryview) -> None:
-    """Writes metadata and commit header of the main file, flushes the file, and reads back all but tensor content.
+    """Completes the main file of a checkpoint: writes metadata and commit header, flushes, and reads back.
 
-    Call it after the content of all ranks is on disk. The rename that follows commits the checkpoint. Raises
-    CheckpointError.
+    All bytes except tensor content are read back. The commit header proves that the file is complete. Call this
+    function after the content of all ranks is on disk. The rename that follows makes the checkpoint visible to readers.
+    Raises CheckpointError.
     """
     seal = Seal(
         metadata_offset=skeleton.metadata_offset,
@@ -138,7 +140,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
-    """Commits the checkpoint: renames it to its final name, under which readers find it, and flushes the directory.
+    """Renames a finished checkpoint from `partial` to `final`, where readers find it, and flushes the directory.
 
     An older checkpoint of the same step is moved aside, to a name under which readers still find it, and deleted
     after the rename. If the deletion fails, the next save deletes it. Raises CheckpointError.
@@ -171,7 +173,7 @@ def rename_finished(partial: Path, final: Path, *, unique: str) -> None:
 
 
 def _forms(name: str) -> Sequence[str]:
-    """Returns the two names that a checkpoint of this step can have: as a file and as a folder."""
+    """Returns the two names that a checkpoint of the same step as `name` can have: as a file and as a folder."""
     step = int(name.removesuffix(".h5").removeprefix("step-"))
     return file_name(step), folder_name(step)
 
@@ -188,10 +190,10 @@ def create_partial(
     comm: Collective,
     options: SaveOptions,
 ) -> tuple[Path, str, str]:
-    """Creates the files of the partial checkpoint, without content. Collective.
+    """Creates the files of a new checkpoint under a temporary name, without content. Collective.
 
-    Returns the path of the partial checkpoint, the id of the save, and notes for the user as one text. If any rank
-    fails, the partial checkpoint is removed and every rank raises CheckpointError.
+    Returns the temporary path of the checkpoint, the id of the save, and notes for the user as one text. If any rank
+    fails, the files are removed and every rank raises CheckpointError.
     """
     leads = leads_folder(layout, comm=comm, options=options)
     unique = on_rank_0(comm, lambda: secrets.token_hex(8))
@@ -225,14 +227,14 @@ def create_partial(
 def leads_folder(layout: FileLayout, *, comm: Collective, options: SaveOptions) -> bool:
     """Returns True if this rank creates and renames the checkpoint. Not collective.
 
-    That rank is rank 0. In local mode each node has a checkpoint folder of its own, and the leader of the node's file
-    creates and renames the folder.
+    That rank is rank 0. In local mode each node has a checkpoint folder of its own, and the lowest rank that writes to
+    the node's file creates and renames the folder.
     """
     return layout.skeleton is not None if options.local else comm.rank == 0
 
 
 def file_in(partial: Path, number: int, *, options: SaveOptions) -> Path:
-    """Returns the path of file `number` of the partial checkpoint, without accessing the filesystem."""
+    """Returns the path of file `number` of the checkpoint that is being written at `partial`. Pure."""
     return partial if options.files == 1 else partial / part_name(number)
 
 
@@ -246,8 +248,8 @@ class FileWork:
     """The file operations of one save on one rank. Its methods raise CheckpointError.
 
     Attributes:
-        final: Path of the checkpoint after the commit.
-        partial: Path of the partial checkpoint.
+        final: Path of the finished checkpoint.
+        partial: Path of the checkpoint while it is being written.
         comm: The ranks that save together.
         layout: Which bytes this rank writes, and where.
         choice: The engine that writes the bytes.
@@ -270,8 +272,8 @@ class FileWork:
     def write_content(self, content: Content, *, staging: Staging) -> bytes:
         """Writes this rank's bytes, flushes them to disk, and returns a record for `commit`.
 
-        The record is a line of JSON about the rank's file, followed by the hashes of the rank's extents (uint64) in
-        the order of the write plan.
+        The record is a line of JSON about the rank's file, followed by the hashes (uint64) of the rank's extents in the
+        order of the write plan. An extent is a region of a tensor that has one hash.
         """
         layout, options = self.layout, self.options
         hashes = np.zeros(len(layout.own.extent_bytes), dtype=np.uint64)
@@ -291,11 +293,11 @@ class FileWork:
         return json.dumps(about).encode() + b"\n" + hashes.tobytes()
 
     def commit(self, content_results: Sequence[bytes]) -> dict[str, Any]:
-        """Does this rank's part of the commit.
+        """Does this rank's part of finishing the checkpoint: metadata, commit header, rename to the final name.
 
-        Rank 0 writes the metadata and the commit header. A rank that leads a folder (see `leads_folder`) renames that
-        folder. `content_results` contains the result of `write_content` on each rank. Returns a dict with two entries:
-        "bytes" is the size of the checkpoint (0 except on rank 0), "notes" is a list of messages.
+        Rank 0 writes the metadata and the commit header. A rank for which `leads_folder` is True renames the
+        checkpoint. `content_results` contains the result of `write_content` on each rank. Returns a dict with two
+        entries: "bytes" is the size of the checkpoint (0 except on rank 0), "notes" is a list of messages.
         """
         notes: list[str] = []
         total_bytes = 0
@@ -319,7 +321,7 @@ class FileWork:
     def after_commit(self) -> list[str]:
         """In local mode, deletes checkpoints that are no longer kept; returns messages for the user.
 
-        Call it after all ranks have committed.
+        Call this method after `commit` has succeeded on all ranks.
         """
         return self._retain() if self.options.local and self._leads_folder else []
 
@@ -341,7 +343,7 @@ class FileWork:
     def _gathered(
         self, content_results: Sequence[bytes]
     ) -> tuple[tuple[StoredPart, ...], NDArray[np.uint64]]:
-        """Returns the part files, and the hashes of all ranks' extents: uint64, shape (num_extents,)."""
+        """Collects what the ranks wrote: a list of the part files, and the hashes of all ranks' extents."""
         files = self.layout.files
         entries = [data.partition(b"\n") for data in content_results]
         parts = []
@@ -356,7 +358,10 @@ class FileWork:
         return tuple(parts), hashes
 
     def _structure(self) -> list[tuple[int, bytes]]:
-        """Returns HDF5's structures of the file that this rank leads, as byte ranges (offset, data)."""
+        """Returns what HDF5 itself stores in this rank's file (such as headers), as byte ranges (offset, data).
+
+        Call this only on the lowest rank that writes to the file.
+        """
         skeleton = self.layout.skeleton
         assert skeleton is not None
         byte_ranges = list(skeleton.byte_ranges)

@@ -114,7 +114,7 @@ class CheckpointSave:
     """A save in progress. Create it with `begin`, then call `advance` on every rank until it returns the result."""
 
     def __init__(self, phases: Phases, *, step: int, comm: Collective) -> None:
-        """Do not call this; use `begin`. Runs `phases` up to the first one. Collective."""
+        """Do not call this; use `begin`. Runs the generator `phases` up to its first phase. Collective."""
         self.step = step
         self._comm = comm
         self._phases = phases
@@ -135,7 +135,7 @@ class CheckpointSave:
         buffers: HostBuffers | None = None,
         executor: Executor | None = None,
     ) -> CheckpointSave:
-        """Starts a save: agrees on the layout, allocates the files, copies the state, and starts writing. Collective.
+        """Starts a save: plans it with all ranks, allocates the files, copies the state, starts writing. Collective.
 
         Only one save at a time may write to a directory.
 
@@ -154,8 +154,8 @@ class CheckpointSave:
             The save in progress, in its first phase (writing).
 
         Raises:
-            CheckpointError: On every rank, if the ranks' states are inconsistent, if replicated tensors differ, or
-                if the directory cannot be written to. The partial checkpoint is removed; older checkpoints are
+            CheckpointError: On every rank, if the ranks' states are inconsistent, if replicated tensors differ, or if
+                the directory cannot be written to. The incomplete checkpoint is removed; older checkpoints are
                 untouched.
             UsageError: On every rank, for an invalid argument.
         """
@@ -178,7 +178,7 @@ class CheckpointSave:
             The result once the checkpoint is committed, until then None.
 
         Raises:
-            CheckpointError: On every rank, if any rank fails. The partial checkpoint is removed; older checkpoints
+            CheckpointError: On every rank, if any rank fails. The incomplete checkpoint is removed; older checkpoints
                 are untouched.
         """
         if self._phase is None:
@@ -188,7 +188,7 @@ class CheckpointSave:
     def finish(self) -> SaveResult:
         """Calls `advance` until the checkpoint is committed, and returns the result. Collective.
 
-        Raises as `advance`.
+        Raises the errors of `advance`.
         """
         while True:
             result = self.advance()
@@ -221,8 +221,9 @@ def phases_of_save(
     buffers: HostBuffers | None,
     executor: Executor | None,
 ) -> Phases:
-    """Generator that plans, writes and commits the save of `state` (see `Phases`). Collective.
+    """Generator that plans, writes and commits a checkpoint of `state`. Collective.
 
+    Yields each phase (`Phase`), in which the ranks work without communicating, and at the end returns the `SaveResult`.
     The arguments are those of `CheckpointSave.begin`.
     """
     # Which rank writes which bytes, and where: the ranks agree, and rank 0 or each file's leader creates the files.
@@ -274,9 +275,9 @@ def phases_of_save(
 
 
 def agreed_result(work: Future[T], *, comm: Collective, undo: Callable[[], None]) -> T:
-    """Waits for all ranks' work of a phase and returns this rank's result. Collective.
+    """Waits until every rank's `work` in a phase of a save has ended, and returns this rank's result. Collective.
 
-    If any rank failed, calls `undo` and raises on every rank.
+    If the work failed on any rank, calls `undo` and raises the error on every rank.
     """
     try:
         return agreed(comm, work.result, os_error=CheckpointError)
@@ -288,10 +289,11 @@ def agreed_result(work: Future[T], *, comm: Collective, undo: Callable[[], None]
 def _agree_on_layout(
     state: State, *, step: int, comm: Collective, options: SaveOptions, choice: EngineChoice
 ) -> tuple[list[Item], Metadata, FileLayout, str]:
-    """Plans the save and compares the replicated tensors. Collective.
+    """Plans a save, and compares the ranks' copies of replicated tensors. Collective.
 
-    Returns the items to save; the metadata without tensors, parts and hashes; the layout; and a warning or "". If
-    replicated tensors differ between ranks and the options allow it, the items save rank 0's values.
+    Returns the items to save (this rank's tensors); the metadata without tensors, parts and hashes; the file layout
+    (which bytes this rank writes, and where); and a warning or "". If copies of replicated tensors differ and the
+    options allow that, the returned items save rank 0's values.
     """
     files = file_of_rank(options, num_ranks=comm.num_ranks)
     header = Metadata(
@@ -325,7 +327,7 @@ def _agree_on_layout(
 def _warn_or_raise(mismatch: ReplicaMismatch, *, step: int, comm: Collective, options: SaveOptions) -> str:
     """Raises CheckpointError for replicated tensors that differ, or warns if rank 0's copies are to be saved.
 
-    Returns the warning's text for the note of the result.
+    Returns the text of the warning, which becomes part of `SaveResult.note`.
     """
     if options.on_replica_mismatch == "error":
         raise CheckpointError(f"{mismatch.describe()}. {ON_MISMATCH}", agreed=True)
@@ -339,7 +341,10 @@ def _warn_or_raise(mismatch: ReplicaMismatch, *, step: int, comm: Collective, op
 
 
 def _with_copied_document(header: Metadata) -> Metadata:
-    """Returns the header with copies of document and parent, which the caller may change before they are written."""
+    """Returns the metadata `header` with copies of its entries `document` and `parent`.
+
+    The caller may change the originals before the metadata is written.
+    """
     copied = json.loads(encode_document({"document": header.document, "parent": header.parent}))
     return replace(header, document=copied["document"], parent=copied["parent"])
 
@@ -357,7 +362,7 @@ def save(
     """Writes a checkpoint of all ranks' `state` to `directory`. Collective.
 
     When this returns, the checkpoint is on disk under its final name, its structure has been read back, and older
-    checkpoints that `keep` does not retain are deleted. A checkpoint of the same step is replaced. Partial
+    checkpoints that `keep` does not retain are deleted. A checkpoint of the same step is replaced. Incomplete
     checkpoints of killed saves are removed first, so only one run at a time may save to a directory.
 
     Args:
@@ -374,7 +379,7 @@ def save(
 
     Raises:
         CheckpointError: On every rank, if the ranks' states are inconsistent, if replicated tensors differ, or if a
-            rank cannot write. The partial checkpoint is removed; older checkpoints are untouched.
+            rank cannot write. The incomplete checkpoint is removed; older checkpoints are untouched.
         UsageError: On every rank, for an invalid argument.
     """
     chosen = SaveOptions(keep=keep, engine=engine, **options)

@@ -63,7 +63,7 @@ class SaveOptions:
 
 
 def check_save_options(options: SaveOptions, *, step: int, num_ranks: int) -> Engine:
-    """Checks the options and returns the requested engine. Raises UsageError for an invalid value."""
+    """Checks the options of a save and returns the requested engine. Raises UsageError for an invalid value."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         raise UsageError(f"step = {step!r}: a checkpoint's step is an integer from 0 to {MAX_STEP}")
     retention_of(options.keep)

@@ -52,7 +52,9 @@ class WhenBusy(Enum):
 def saving_into(
     directory: Path | str, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., CheckpointSave]:
-    """Returns the function that a `Saver` calls to start saves into `directory`. Only its calls are collective.
+    """Returns the function that a `Saver` calls to start saves into `directory`.
+
+    This function is not collective, but the returned function is.
 
     Args:
         directory: Directory of the checkpoints; the same on every rank.
@@ -124,7 +126,7 @@ class Saver:
         return self._buffers.num_bytes if self._buffers is not None else 0
 
     def ready(self) -> bool:
-        """Returns True if `advance` would not wait for this rank, or if no save is in progress. Not collective."""
+        """Returns True if no save is in progress, or if `advance` would not wait for this rank. Not collective."""
         return self._saving is None or self._saving.ready()
 
     # ------------------------------------------------------------------ collective
@@ -156,9 +158,10 @@ class Saver:
         return True
 
     def advance(self) -> None:
-        """Takes the save in progress to its next phase, after waiting for this rank's work. Collective.
+        """Waits for this rank's work in the current phase of a save, then starts the next phase. Collective.
 
-        The call takes almost no time if `ready` is True on all ranks. Does nothing if no save is in progress.
+        The phases of a save are writing and committing. The call takes almost no time if `ready` is True on all ranks.
+        Does nothing if no save is in progress.
         """
         self._continue(CheckpointSave.advance)
 
@@ -191,7 +194,7 @@ class Saver:
     def abandon(self) -> None:
         """Drops the save in progress without committing it, for a rank that fails alone. Not collective.
 
-        The next save removes the partial checkpoint.
+        The next save removes the incomplete checkpoint.
         """
         self._saving = None
         self._release(wait=False)
@@ -218,7 +221,10 @@ class Saver:
     # ------------------------------------------------------------------ details
 
     def _continue(self, act: Callable[[CheckpointSave], SaveResult | None]) -> None:
-        """Continues the save in progress, if any, which has ended if `act` raises or returns a result. Collective."""
+        """Calls `act` with the save in progress, if there is one. Collective.
+
+        If `act` raises an error or returns a result, the save has ended.
+        """
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -320,7 +326,7 @@ class CheckpointRequests:
         self._found = False
 
     def asked(self) -> bool:
-        """Returns True if a checkpoint is requested; stays True until `taken` is called."""
+        """Returns True if a checkpoint is requested, by file or by signal. Stays True until `taken` is called."""
         now = time.monotonic()
         if not self._found and self._path is not None and now - self._looked_s >= self._every_s:
             self._looked_s = now
@@ -333,9 +339,10 @@ class CheckpointRequests:
         return self._found or (received_s is not None and received_s - self._taken_s >= self._same_request_s)
 
     def taken(self) -> None:
-        """Clears the request.
+        """Marks the request for a checkpoint as answered.
 
-        Call it on all ranks before the save, so that later requests are for the next checkpoint.
+        Call this method on all ranks before the save, so that requests that arrive during the save are for the next
+        checkpoint.
         """
         self._taken_s = time.monotonic()
         if self._signal is not None:

@@ -1,6 +1,6 @@
 """Copies a finished checkpoint file in pieces of bounded size: hashed, rate-limited, and flushed to disk.
 
-Not collective: the leader of a node does this in the background.
+Not collective: the leader of a node, its lowest rank, does this in the background.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SYNC_BYTES = 64 << 20
 
 
 class UnreadableError(CheckpointError):
-    """The source file cannot be read or is damaged; another copy of it may be undamaged."""
+    """Raised if the file to be copied cannot be read or is damaged. Another copy of the file may be undamaged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrainedFile:
-    """A copied file: its length in bytes, the xxh3_64 of all its bytes in 16 hex digits, and the time of the copy.
+    """Result of copying a file: its length in bytes, its hash, and the time that the copy took.
 
-    The time, in seconds, includes fsync.
+    The hash is the xxh3_64 of all bytes, 16 hex digits. The time, in seconds, includes fsync.
     """
 
     num_bytes: int
@@ -74,9 +74,10 @@ class Pace:
 
 
 def file_pieces(path: Path, *, chunk_bytes: int) -> Iterator[memoryview]:
-    """Yields the file's bytes in order, as views of one reused buffer: each view is valid until the next is yielded.
+    """Yields the bytes of a file in pieces of at most `chunk_bytes` bytes, in order.
 
-    Raises UnreadableError if the file cannot be read, or if its length changes meanwhile.
+    The pieces are views of one reused buffer: each is valid until the next one is yielded. Raises UnreadableError if
+    the file cannot be read, or if its length changes meanwhile.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -135,7 +136,7 @@ class NewFile:
         return self._position
 
     def write(self, piece: memoryview) -> None:
-        """Appends `piece`, a view of bytes."""
+        """Appends `piece`, a view of bytes, to the file."""
         with explained(action="write", path=self._path):
             write_fully(self._fd, piece, offset=self._position)
             self._digest.update(piece)
@@ -206,10 +207,10 @@ def copy_file(
 
 
 def prepare_target(shared: Path, *, step: int) -> Path:
-    """Creates the partial checkpoint, a folder in `shared`, to which a checkpoint is drained. Returns its path.
+    """Creates a folder in `shared`, under a temporary name, to which a checkpoint's files are copied from the nodes.
 
-    Also creates the shared folder `shared` if necessary, and removes partial checkpoints of killed saves from it.
-    Raises CheckpointError.
+    Returns the path of the folder. Also creates the shared folder `shared` if necessary, and removes incomplete
+    checkpoints of killed saves from it. Raises CheckpointError.
     """
     partial = shared / partial_name(folder_name(step), unique=secrets.token_hex(8))
     make_room(shared, partial, folder=True)
@@ -217,7 +218,7 @@ def prepare_target(shared: Path, *, step: int) -> Path:
 
 
 def discard_target(partial: Path) -> None:
-    """Removes a partially drained checkpoint. Ignores errors."""
+    """Removes `partial`, a checkpoint that was not copied completely to the shared folder. Ignores errors."""
     with suppress(OSError):
         remove(partial)
 
@@ -226,7 +227,7 @@ def discard_target(partial: Path) -> None:
 class Committed:
     """Result of `commit_target`: the finished checkpoint, and the total length of its files in bytes.
 
-    If the drained files are damaged, `path` is None and `reason` describes the damage.
+    If the files that were copied to the shared folder are damaged, `path` is None and `reason` describes the damage.
     """
 
     path: Path | None
@@ -244,9 +245,10 @@ class Committed:
 
 
 def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
-    """Verifies the structure of the drained checkpoint, and commits the checkpoint by a rename.
+    """Verifies the structure of a checkpoint that was copied to the shared folder, and renames it to its final name.
 
-    An existing checkpoint of the same step is replaced. Raises CheckpointError if the shared folder cannot be written.
+    `partial` is the folder under its temporary name, and `save_id` the id that the save must have. An existing
+    checkpoint of the same step is replaced. Raises CheckpointError if the shared folder cannot be written.
     """
     flush_folder(partial)
     try:
@@ -254,7 +256,7 @@ def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
         found = structure.metadata
         if (found.step, found.id) != (step, save_id):
             raise CheckpointError(
-                f"it holds save {found.id} of step {found.step}, not {save_id} of step {step}"
+                f"the copy holds save {found.id} of step {found.step}, not {save_id} of step {step}"
             )
     except CheckpointError as error:
         return Committed(path=None, reason=str(error))
@@ -265,9 +267,10 @@ def commit_target(partial: Path, *, step: int, save_id: str) -> Committed:
 
 
 def newest_sound(shared: Path) -> tuple[int, float] | None:
-    """Returns step and creation time (Unix, seconds) of the newest checkpoint whose structure is undamaged, or None.
+    """Returns step and creation time of the newest checkpoint in `shared` whose structure is undamaged, or None.
 
-    Raises CheckpointError if the folder cannot be read, and UnknownFormatError for an unknown format version.
+    The time is in seconds since 1970. Raises CheckpointError if the folder cannot be read, and UnknownFormatError for
+    an unknown format version.
     """
     for path in finished_newest_first(shared):
         try:

@@ -6,7 +6,7 @@
     LOCAL/<run>/<node>/partner/step-00000050/data-00000.h5    sent by the leader of another node
     LOCAL/<run>/<node>/partner/step-00000050.json
 
-LOCAL is the argument `local` of `Tiers.open`. Not collective: called by the leader of the node.
+LOCAL is the argument `local` of `Tiers.open`. Not collective: called by the leader of the node, its lowest rank.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MAX_NOTE_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A checkpoint file on a node, as described by the metadata file in the same folder.
+    """A checkpoint file on a node's storage, as described by the small metadata file (note) beside it.
 
     Attributes:
         path: The file.
         kind: OWN if the node's ranks wrote it, PARTNER if another node sent it.
-        offer: The checkpoint that the file belongs to, and the file's index and length.
+        offer: Step and id of the checkpoint that the file belongs to, and the file's index and length.
         digest: Hash (xxh3_64) of all bytes of the file; "" if the file was never read as a whole.
     """
 
@@ -66,9 +66,9 @@ class Held:
 
 
 def run_key(shared: Path) -> str:
-    """Returns the name of the run's folder on every node.
+    """Returns the name of a run's folder on the storage of every node.
 
-    The name depends only on the path of the shared checkpoint directory.
+    The name depends only on the path `shared` of the checkpoint directory that all nodes share.
     """
     resolved = os.path.realpath(shared)
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", "-".join(Path(resolved).parts[-2:])).strip("-")[:60]
@@ -77,10 +77,10 @@ def run_key(shared: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalStore:
-    """One node's folder in LOCAL/<run>.
+    """One node's folder of a run on node storage, with checkpoint files.
 
-    Of each kind of file, OWN and PARTNER, the store keeps the files of the newest `keep_steps` steps. `keep_steps` is
-    at least 1.
+    A file is of kind OWN if the node's ranks wrote it, of kind PARTNER if another node sent it. Of each kind, the store
+    keeps the files of the newest `keep_steps` steps. `keep_steps` is at least 1.
     """
 
     base: Path  # LOCAL/<run>
@@ -93,7 +93,7 @@ class LocalStore:
 
     @property
     def own(self) -> Path:
-        """Directory to which the node's ranks save."""
+        """Directory on node storage to which the node's ranks save."""
         return self.root / OWN
 
     @property
@@ -101,7 +101,10 @@ class LocalStore:
         return self.root / PARTNER
 
     def prepare(self) -> None:
-        """Creates the folders and removes partial files of killed runs. Raises CheckpointError."""
+        """Creates the folders of this node, and removes files that killed runs have left incomplete.
+
+        Raises CheckpointError.
+        """
         for directory in (self.own, self.partner):
             with explained(action="keep checkpoints in", path=directory):
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -112,13 +115,16 @@ class LocalStore:
     # ------------------------------------------------------------------ the node's own file
 
     def note_own(self, path: Path, *, offer: Offer, digest: str = "") -> None:
-        """Writes the note for the finished file `path`, which makes the file valid. Raises CheckpointError."""
+        """Writes a small metadata file (note) for the finished checkpoint file `path`, which makes the file valid.
+
+        `offer` describes the file, and `digest` is its hash, "" if unknown. Raises CheckpointError.
+        """
         _write_note(self.own, Held(path=str(path), kind=OWN, offer=offer, digest=digest))
 
     # ------------------------------------------------------------------ another node's file: a `Shelf`
 
     def place(self, offer: Offer) -> Path:
-        """Returns the path to write an offered file to; see `Shelf`."""
+        """Returns the path, in a new folder, to which a file that another node offers is to be written."""
         for path in self.partner.glob(".taking-*"):
             with suppress(OSError):  # left by a failed copy; a folder that is not empty is in use
                 path.rmdir()
@@ -128,9 +134,10 @@ class LocalStore:
         return taking / part_name(offer.file)
 
     def keep(self, offer: Offer, path: Path, digest: str) -> None:
-        """Stores the complete file at `path`, which `place` returned, as the copy of its step; see `Shelf`.
+        """Makes the complete file at `path`, which `place` returned, the valid copy of its step.
 
-        A copy of the same step that is already there is replaced.
+        `offer` describes the file, and `digest` is its hash. An existing copy of the same step is replaced. Raises
+        CheckpointError.
         """
         final = self.partner / folder_name(offer.step)
         with explained(action="keep a partner's copy as", path=final):
@@ -144,9 +151,10 @@ class LocalStore:
     # ------------------------------------------------------------------ retention
 
     def prune(self, kind: str) -> None:
-        """Removes the files of `kind` that are older than the newest `keep_steps` complete files.
+        """Removes checkpoint files of kind `kind`, OWN or PARTNER, except the newest `keep_steps` complete files.
 
-        A file is complete if it has a note; older incomplete files are removed as well. Raises CheckpointError.
+        A file is complete if a small metadata file (note) describes it. Incomplete files are removed if they are older
+        than the files that are kept. Raises CheckpointError.
         """
         directory = self.root / kind
         with explained(action="remove older copies from", path=directory):
@@ -159,9 +167,9 @@ class LocalStore:
 
 
 def forget_under(base: Path, *, from_step: int) -> None:
-    """Removes all files of step `from_step` and later under LOCAL/<run>, whichever node they belong to.
+    """Removes the checkpoint files of step `from_step` and later in `base`, a run's folder on node storage.
 
-    The run will write these steps again. Raises CheckpointError.
+    The files of all nodes in that folder are removed. The run will write these steps again. Raises CheckpointError.
     """
     with explained(action="remove older copies from", path=base):
         for directory in (*base.glob(f"*/{OWN}"), *base.glob(f"*/{PARTNER}")):
@@ -171,7 +179,10 @@ def forget_under(base: Path, *, from_step: int) -> None:
 
 
 def note_directory(base: Path, *, shared: Path) -> None:
-    """Records in LOCAL/<run> to which shared checkpoint directory the run saves. Raises CheckpointError."""
+    """Records in `base`, a run's folder on node storage, that the run saves to the shared directory `shared`.
+
+    Raises CheckpointError.
+    """
     path = base / _DIRECTORY
     content = f"{os.path.realpath(shared)}\n".encode()
     with explained(action="write", path=path):
@@ -181,10 +192,10 @@ def note_directory(base: Path, *, shared: Path) -> None:
 
 
 def others_of(base: Path, *, shared: Path) -> dict[str, int]:
-    """Returns other runs on this node with the same shared checkpoint directory that have left checkpoints.
+    """Returns other runs with the shared checkpoint directory `shared` that have left checkpoints on this node.
 
-    The result maps the name of each such run's folder, a sibling of `base`, to the newest step in it. Raises
-    CheckpointError.
+    `base` is this run's folder on node storage. The result maps the name of each such run's folder, a sibling of
+    `base`, to the newest step in it. Raises CheckpointError.
     """
     found = {}
     directory = os.path.realpath(shared)
@@ -202,9 +213,10 @@ def others_of(base: Path, *, shared: Path) -> dict[str, int]:
 
 
 def held_under(base: Path) -> list[Held]:
-    """Returns all valid files under LOCAL/<run> that this node can read, of any node; those of kind OWN come first.
+    """Returns all valid checkpoint files in `base`, a run's folder on node storage, of any node.
 
-    Files without a note, or of another length than in the note, are left out. Raises CheckpointError.
+    Files that a node's ranks wrote come before copies that other nodes sent. A file is left out if no small metadata
+    file (note) describes it, or if its length differs from the one in the note. Raises CheckpointError.
     """
     found = []
     with explained(action="look for checkpoints in", path=base):
@@ -234,9 +246,9 @@ def _steps_in(directory: Path) -> set[int]:
 
 
 def _forget_step(directory: Path, step: int) -> None:
-    """Removes the note of a step and then its file, so that a partly removed file is never valid.
+    """Removes the checkpoint file of a step and, before it, the small metadata file (note) that makes it valid.
 
-    On emulated nodes other ranks may remove the same files at the same time.
+    So a partly removed file is never valid. On emulated nodes other ranks may remove the same files at the same time.
     """
     with suppress(FileNotFoundError):
         _note_path(directory, step).unlink()
@@ -272,7 +284,7 @@ def _write_note(directory: Path, held: Held) -> None:
 
 
 def _read_note(directory: Path, step: int) -> Held | None:
-    """Returns the file that a note describes.
+    """Returns the checkpoint file of step `step` in `directory`, as its small metadata file (note) describes it.
 
     Returns None if the note is invalid, or if the file is missing or of another length.
     """

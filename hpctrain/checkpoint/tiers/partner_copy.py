@@ -1,7 +1,8 @@
 """Copies each node's file to a partner node, so that the loss of one node loses no data.
 
-Each node's leader runs a `PartnerServer` in a thread, which stores the files that the leader of another node sends
-with `send_file`. The files are sent over TCP, since most MPI builds allow only one thread to call MPI.
+The leader of a node is its lowest rank. Each leader runs a `PartnerServer` in a thread, which stores the files that the
+leader of another node sends with `send_file`. The files are sent over TCP, since most MPI builds allow only one thread
+to call MPI.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ HANDSHAKE_WITHIN_S = 10.0
 
 
 class PartnerError(CheckpointError):
-    """The other node's leader cannot be reached, does not answer, or refuses."""
+    """Raised if the other node's leader (lowest rank) cannot be reached, does not answer, or refuses a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartnerAddress:
-    """Where a node's leader accepts copies.
+    """Network address at which a node's leader (lowest rank) accepts copies of another node's checkpoint files.
 
     `node` is the unique name of the node, used in messages and in the handshake. `addresses` contains all addresses
     at which the node may be reachable, all with the same port.
@@ -74,11 +75,12 @@ class PartnerAddress:
 
 
 def connect(partner: PartnerAddress, *, token: bytes, timeout_s: float, within_s: float) -> socket.socket:
-    """Returns an authenticated connection to the partner. Raises PartnerError.
+    """Connects to the server of a partner node, and returns the authenticated connection. Raises PartnerError.
 
-    All addresses are tried in turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so
-    that an address that never answers (behind a firewall) leaves time for the others. Later waits on the connection are
-    limited to `timeout_s` seconds each.
+    `token` is the secret that the leaders (lowest ranks of the nodes) of the run share. All addresses are tried in
+    turn, repeatedly, for at most `within_s` seconds. Each attempt has a shorter limit, so that an address that never
+    answers (behind a firewall) leaves time for the others. Later waits on the connection are limited to `timeout_s`
+    seconds each.
     """
     deadline, reasons = time.monotonic() + within_s, dict[str, str]()
     each_s = within_s / (2 * max(1, len(partner.addresses)))
@@ -124,10 +126,11 @@ def _connect_to(
 
 
 def accept(connection: socket.socket, *, node: str, token: bytes, timeout_s: float) -> None:
-    """Does the server's side of the handshake in `connect`. Raises PartnerError or OSError.
+    """Authenticates a new connection: the server's side of the handshake in `connect`.
 
-    The handshake takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the client sends.
-    Later waits on the connection are limited to `timeout_s` seconds each.
+    `node` is the name of this node, and `token` the secret that all leaders of the run share. Raises PartnerError or
+    OSError. The handshake takes at most the smaller of `timeout_s` and HANDSHAKE_WITHIN_S, however slowly the client
+    sends. Later waits on the connection are limited to `timeout_s` seconds each.
     """
     within_s = min(timeout_s, HANDSHAKE_WITHIN_S)
     deadline = time.monotonic() + within_s
@@ -148,7 +151,7 @@ def _proof(token: bytes, role: bytes, node: str, server_number: bytes, client_nu
 
 
 def send_partner_message(connection: socket.socket, value: Mapping[str, Any]) -> None:
-    """Sends one message. Raises OSError."""
+    """Sends one message, the JSON object `value`. Raises OSError."""
     data = json.dumps(dict(value)).encode()
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
@@ -177,10 +180,10 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _receive_by(deadline: float, connection: socket.socket, num_bytes: int) -> bytes:
-    """Receives as `receive_exactly`, but raises TimeoutError unless all bytes arrive by `deadline` of the monotonic
-    clock.
+    """Returns the next `num_bytes` bytes. Raises TimeoutError unless they arrive by `deadline` (monotonic clock).
 
-    The socket's own timeout does not suffice, since it restarts with every byte.
+    The socket's own timeout does not suffice, since it restarts with every byte. Raises PartnerError if the connection
+    ends earlier, and OSError.
     """
     data = bytearray(num_bytes)
     view = memoryview(data)
@@ -205,7 +208,7 @@ def receive_some(connection: socket.socket, view: memoryview) -> int:
 
 
 def has_spoken(connection: socket.socket) -> bool:
-    """Returns True if there is data to read or the connection has ended. Does not wait."""
+    """Returns True if the other side has sent data or has ended the connection. Does not wait."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
@@ -232,14 +235,17 @@ def close(connection: socket.socket) -> None:
 
 
 def describe_failure(error: Exception, *, timeout_s: float) -> str:
-    """Returns an error of a connection in words."""
+    """Returns a message for `error`, which was raised while a connection with the time limit `timeout_s` was used."""
     if isinstance(error, TimeoutError):
         return f"no answer for {timeout_s:g} s"
     return str(error)
 
 
 def local_addresses(found: Sequence[str]) -> tuple[str, ...]:
-    """Returns `found` with the loopback address appended, for nodes emulated on one machine without a network."""
+    """Returns the addresses `found`, and the loopback address after them.
+
+    The loopback address is needed if nodes are emulated on one machine without a network.
+    """
     return (*found, "127.0.0.1")
 
 
@@ -258,7 +264,7 @@ GREET_WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """A file that one leader offers to another.
+    """Describes a checkpoint file that one node offers to another node as a copy.
 
     Attributes:
         step: Step of the checkpoint.
@@ -281,7 +287,10 @@ class Offer:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Offer:
-        """Decodes an offer. Raises PartnerError if a value has a wrong type or is out of range."""
+        """Decodes an offer, the description of an offered file, from JSON.
+
+        Raises PartnerError if a value has a wrong type or is out of range.
+        """
         numbers = {name: value.get(name) for name in ("step", "file", "num_files", "num_bytes")}
         for name, found in numbers.items():
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < 10**18:
@@ -302,11 +311,11 @@ class Offer:
 
 
 class Shelf(Protocol):
-    """Interface of a server's storage.
+    """Interface of the storage in which a server puts the files that another node sends.
 
-    `place(offer)` returns the path, in an existing folder, to which the server writes the offered file.
-    `keep(offer, path, digest)` is called when the file is complete and on disk, and makes it valid. Both may raise
-    CheckpointError or OSError; the server reports the error to the sender.
+    `place(offer)` returns the path, in an existing folder, to which the server writes the offered file. `keep(offer,
+    path, digest)` is called when the file is complete and on disk. It makes the file at `path` valid; `digest` is the
+    hash of the file. Both may raise CheckpointError or OSError; the server reports the error to the sender.
     """
 
     def place(self, offer: Offer) -> Path: ...
@@ -316,7 +325,7 @@ class Shelf(Protocol):
 
 @final
 class PartnerServer:
-    """Receives files from the leader of another node, in separate threads, until `close`.
+    """Receives checkpoint files from the leader (lowest rank) of another node, in separate threads, until `close`.
 
     `address` is where other nodes' leaders connect; `token` is a secret shared by the run's leaders; `timeout_s` is
     the longest time without data on a connection. A connection that does not authenticate is closed after
@@ -389,7 +398,7 @@ class PartnerServer:
             ).start()
 
     def _attend(self, connection: socket.socket) -> None:
-        """Serves one connection until it ends. Errors are sent to the other side, which reports them to the user."""
+        """Serves one connection until it ends. Errors are sent to the other node, which reports them to the user."""
         try:
             accept(connection, node=self._node, token=self._token, timeout_s=self._timeout_s)
             with self._lock:
@@ -446,9 +455,9 @@ def _check_space(directory: Path, *, num_bytes: int) -> None:
 
 
 def greet(partner: PartnerAddress, *, token: bytes, within_s: float = GREET_WITHIN_S) -> PartnerAddress:
-    """Checks that the partner answers, and returns its `PartnerAddress` with only the one address that answered.
+    """Checks that the server of a partner node answers within `within_s` seconds.
 
-    Raises PartnerError.
+    Returns a copy of `partner` with only the one address that answered. Raises PartnerError.
     """
     connection = connect(partner, token=token, timeout_s=within_s, within_s=within_s)
     try:
@@ -471,7 +480,7 @@ def send_file(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> DrainedFile:
-    """Sends the file that `offer` describes. Returns when the partner has verified and flushed the copy to disk.
+    """Sends a file to a partner node. Returns when that node has verified the copy and flushed it to disk.
 
     Uses 1 MiB of memory.
 
@@ -479,7 +488,7 @@ def send_file(
         path: The file.
         offer: Description of the file.
         partner: Address of the node to which the file is sent.
-        token: Secret shared by the run's leaders.
+        token: Secret that the leaders (lowest ranks of the nodes) of the run share.
         pace: Rate limiter; None: no limit.
         timeout_s: Longest time to wait for an answer, in seconds.
         on_bytes: Called with the length of each piece. The function may raise to stop.
@@ -526,6 +535,6 @@ def send_file(
 def _expect(connection: socket.socket, word: str) -> None:
     answer = receive_partner_message(connection)
     if "error" in answer:
-        raise PartnerError(f"it reports: {answer['error']!s:.2000}")
+        raise PartnerError(f"the node reports: {answer['error']!s:.2000}")
     if answer.get(word) is not True:
         raise PartnerError(f"unexpected answer {answer!r:.200}")

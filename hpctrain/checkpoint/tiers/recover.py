@@ -1,4 +1,4 @@
-"""Recovery at the start of a run: drains a checkpoint that is on the nodes but did not reach the shared folder.
+"""Recovery at the start of a run: copies a checkpoint that is only on the nodes to the shared folder.
 
 `recover` copies the newest checkpoint of which every file is on some node, as the node's own or as a partner's copy, to
 the shared folder and commits it there, where a load finds it. One node may be lost, and the run may have other nodes
@@ -48,7 +48,7 @@ class Recovered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoverableCheckpoint:
-    """A checkpoint of which every file is on some node.
+    """A checkpoint of which every file is on some node's own storage, so that it can be copied to the shared folder.
 
     `holders[f]` lists the copies of file f, the best one first, each with a rank on the node that holds the copy.
     """
@@ -59,15 +59,15 @@ class RecoverableCheckpoint:
 
 
 def recover(tiers: Tiers, *, comm: Collective) -> Recovered:
-    """Drains the newest checkpoint that is on the nodes but not in the shared folder. Collective.
+    """Copies the newest checkpoint that is only on the nodes' storage to the shared folder. Collective.
 
     Call it before loading. Only checkpoints that are newer than the newest undamaged one in the shared folder, by
     step and by creation time, are considered: a node that was absent for a while may hold later steps that the run
     has since discarded. Damaged copies are skipped and listed in the notes.
 
     Args:
-        tiers: The two locations.
-        comm: All ranks of the topology that `tiers` was opened with.
+        tiers: The two locations of the run's checkpoints, node storage and shared folder.
+        comm: All ranks of the run, as in `Tiers.open`.
 
     Returns:
         The recovered checkpoint, or None as its path, and notes for the user.
@@ -101,12 +101,12 @@ def _recover(tiers: Tiers, *, comm: Collective) -> Recovered:
 def plan_recovery(
     held: Sequence[tuple[int, Held]], *, after_step: int, after_unix_s: float
 ) -> tuple[list[RecoverableCheckpoint], list[str]]:
-    """Returns the checkpoints that can be recovered, newest first, and notes on checkpoints that cannot. Pure.
+    """Finds checkpoints of which every file is on some node. Returns them, newest first, and notes for the user. Pure.
 
-    Only checkpoints with a step above `after_step` that were saved after `after_unix_s` are considered. `held`
-    contains the files on all nodes, each with a rank on the node. Of several copies of a file, copies with a known hash
-    are preferred to copies that were never read as a whole, then a node's own files to partner copies, then the first
-    in `held`.
+    The notes are about checkpoints of which a file is lost. Only checkpoints with a step above `after_step` that were
+    saved after `after_unix_s` are considered. `held` contains the checkpoint files on all nodes, each after a rank on
+    the node. Of several copies of a file, copies with a known hash are preferred to copies that were never read as a
+    whole; then files that the node's ranks wrote to copies that a partner node sent; then the first in `held`.
     """
     saves: dict[tuple[int, float, str], list[tuple[int, Held]]] = {}
     for rank, entry in held:
@@ -143,9 +143,10 @@ def _preference(holder: tuple[int, Held]) -> tuple[bool, bool]:
 def _drain(
     candidate: RecoverableCheckpoint, *, tiers: Tiers, comm: Collective
 ) -> tuple[Path | None, list[str]]:
-    """Copies all files of a checkpoint to the shared folder and commits it. Collective.
+    """Copies all files of a checkpoint from the nodes to the shared folder, and finishes it there. Collective.
 
-    Returns its path, or None if all copies of a file are damaged, and notes.
+    Returns the path of the finished checkpoint, or None if all copies of a file are damaged. Also returns notes for the
+    user.
     """
     step = candidate.step
     partial = Path(on_rank_0(comm, lambda: str(prepare_target(tiers.shared, step=step))))
@@ -167,9 +168,10 @@ def _drain(
 
 
 def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collective) -> tuple[bool, list[str]]:
-    """Copies each file from its best holder, or from the next one if that copy is damaged. Collective.
+    """Copies each file of a checkpoint from a node to the folder `partial`. Collective.
 
-    Returns True if all files were copied, and notes.
+    If a copy on a node is damaged, the next best copy on another node is used. Returns True if all files were copied,
+    and notes for the user.
     """
     tries = dict.fromkeys(range(len(candidate.holders)), 0)  # failed attempts of each remaining file
     notes: list[str] = []
@@ -188,7 +190,11 @@ def _copy_all(candidate: RecoverableCheckpoint, *, partial: Path, comm: Collecti
 
 
 def _copy_own(own: Mapping[int, Held], *, partial: Path) -> dict[str, str]:
-    """Copies the files assigned to this rank. Returns the errors of damaged copies, by the index of the file."""
+    """Copies files from this rank's node to the folder `partial`.
+
+    `own` contains the files by their index in the checkpoint. Returns the error messages of damaged files, by the index
+    of the file.
+    """
     damaged = {}
     for number, held in own.items():
         try:

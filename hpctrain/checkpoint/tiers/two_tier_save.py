@@ -67,12 +67,12 @@ _TOKEN_BYTES = 32
 class Tiers:
     """The two locations of a run's checkpoints, node storage and a shared folder. Create it with `open`.
 
-    Also connects this node to its partner node.
+    Also connects this node to its partner node, to which the node's files are copied.
 
     Attributes:
         shared: Directory of the finished checkpoints, which all nodes share.
         store: This node's folder on node storage.
-        topology: Which rank runs on which node.
+        topology: States which rank runs on which node.
         node: Index of this rank's node in the topology.
         is_leader: True on the lowest rank of each node, which copies the node's file.
         partner: Address of the node to which this node's file is copied; None on ranks other than leaders, and if
@@ -112,9 +112,10 @@ class Tiers:
         keep_local: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Tiers:
-        """Creates this node's folder `local/<run>/<node>`, and connects each node to the next one, its partner.
+        """Opens the two locations of a run's checkpoints, node storage and the shared folder. Collective.
 
-        Collective.
+        Creates this node's folder `local/<run>/<node>`. Connects each node to the next node, its partner, to which the
+        node's files are copied.
 
         Args:
             local: A directory on node storage; its path may differ between nodes.
@@ -157,7 +158,10 @@ class Tiers:
         return tiers
 
     def _connect(self, comm: Collective) -> None:
-        """Starts the leaders' servers and connects each leader to its partner. Collective."""
+        """Starts a server on the lowest rank (leader) of each node, and connects the leader to its partner. Collective.
+
+        The partner is the leader of the next node.
+        """
 
         def begin() -> dict[str, Any] | None:
             if not self.is_leader:
@@ -232,12 +236,12 @@ class Tiers:
         buffers: HostBuffers | None = None,
         executor: Executor | None = None,
     ) -> CheckpointSave:
-        """Starts a save to node storage, from which it is drained to the shared folder. Collective.
+        """Starts a save to node storage, from which the checkpoint is then copied to the shared folder. Collective.
 
         First removes the nodes' files of this step and later steps, since the run will write these files again. The
         checkpoint counts as saved once it is committed in the shared folder. A failed copy to a partner node is not an
-        error; the note of the result reports it. After an error the local copies remain, from which the next start
-        recovers.
+        error; the note of the result reports it. After an error the files on node storage remain, and the next start of
+        the run recovers the checkpoint from them.
 
         Args:
             state: This rank's part of the content.
@@ -274,7 +278,7 @@ class Tiers:
         return CheckpointSave(phases, step=step, comm=comm)
 
     def close(self) -> None:
-        """Stops receiving and sending copies. Not collective; may be called twice."""
+        """Stops receiving and sending copies of checkpoint files. Not collective; may be called twice."""
         self.stopping.set()
         if self._server is not None:
             self._server.close()
@@ -297,7 +301,11 @@ def _phases_through_tiers(
     tiers: Tiers, phases_on_nodes: Phases, *, on_nodes: SaveOptions, step: int, comm: Collective,
     options: SaveOptions, executor: Executor | None,
 ) -> Phases:  # fmt: skip
-    """Saves on the nodes, copies to partners and shared folder, commits. Collective; a generator, see `Phases`."""
+    """Generator of the phases of a save to node storage and then to the shared folder. Collective.
+
+    The phases are those of the save on the nodes (`phases_on_nodes`), then the copying to partner nodes and to the
+    shared folder, then the commit in the shared folder. Returns the `SaveResult`.
+    """
     agreed(comm, lambda: check_save_options(on_nodes, step=step, num_ranks=comm.num_ranks))
     created_unix_s = on_rank_0(comm, time.time)
     tiers.forget(from_step=step, comm=comm)
@@ -345,9 +353,10 @@ def _phases_through_tiers(
 def _copy_from_node(
     tiers: Tiers, local: SaveResult, *, partial: Path, created_unix_s: float, pace: Pace
 ) -> str:
-    """Copies this node's file to the shared folder and to the partner. Returns a warning, or "".
+    """Copies this node's file of a checkpoint to the partner node and to the shared folder. Returns a warning, or "".
 
-    Not collective: a leader runs this in the background, and communicates with the partner only.
+    `partial` is the checkpoint in the shared folder, which is not complete yet. Not collective: the lowest rank of each
+    node runs this in the background, and communicates only with the partner node.
     """
 
     def raise_if_stopped(num_bytes: int) -> None:
@@ -384,7 +393,10 @@ def _copy_from_node(
 def _commit_shared(
     tiers: Tiers, partial: Path, *, save_id: str, step: int, keep: Retention
 ) -> dict[str, Any]:
-    """Commits the checkpoint in the shared folder. Returns its path, its size in bytes, and messages for the user."""
+    """Finishes a checkpoint that was copied to the shared folder: verifies it, renames it, deletes old checkpoints.
+
+    Returns a dict with its path, its size in bytes, and messages for the user.
+    """
     committed = commit_target(partial, step=step, save_id=save_id)
     if committed.path is None:
         raise CheckpointError(f"the drained copy of step {step} is damaged: {committed.reason}")
@@ -395,9 +407,9 @@ def _commit_shared(
 def saving_through(
     tiers: Tiers, *, comm: Collective, options: SaveOptions | None = None
 ) -> Callable[..., CheckpointSave]:
-    """Returns the function that a `Saver` calls to start saves through both tiers.
+    """Returns the function that a `Saver` calls to start saves to node storage and then to the shared folder.
 
-    Not collective; only the returned function is.
+    This function is not collective, but the returned function is.
 
     Args:
         tiers: The two locations; checkpoints are committed in `tiers.shared`.
@@ -429,7 +441,7 @@ _OF_A_RUN = ("starts.jsonl", "recipe.toml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """Identity of a run.
+    """Identity of a run, which connects the run's directory with its checkpoints on node storage.
 
     `id` is the name of the run's folder on node storage. `is_new` is True if the run directory had no identity
     before.

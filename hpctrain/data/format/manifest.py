@@ -117,22 +117,23 @@ class Manifest(Model):
             raise ValueError("a dataset has at least one field and one shard")
         if (self.kind is Kind.TOKENS) != (self.tokens is not None):
             raise ValueError(
-                "a dataset must state window and stride if it is of kind 'tokens', and only then"
+                "window and stride must be stated for a dataset of kind 'tokens', and for no other kind"
             )
         if self.tokens is not None:
             spec = self.fields.get(TOKENS_FIELD)
             if len(self.fields) != 1 or spec is None or spec.shape != (self.tokens.window + 1,):
                 raise ValueError(
-                    f"kind 'tokens' needs exactly one field, {TOKENS_FIELD!r}, of shape (window + 1,)"
+                    f"a dataset of kind 'tokens' must have exactly one field, {TOKENS_FIELD!r}, of shape (window + 1,)"
                 )
             if spec.kind != "array":
-                raise ValueError(f"tokens are of kind 'array', not {spec.kind!r}")
+                raise ValueError(f"the field of tokens must be of kind 'array', not {spec.kind!r}")
         if (self.windows is not None) != self.is_split:
             raise ValueError("a list of windows is needed if windows are split at documents, and only then")
         lengths = {name + LENGTH_SUFFIX for name, spec in self.fields.items() if spec.kind == "ragged"}
         if lengths & set(self.fields):
             raise ValueError(
-                f"fields {', '.join(sorted(lengths & set(self.fields)))} have the names of lengths of ragged fields"
+                f"fields {', '.join(sorted(lengths & set(self.fields)))} have the names of lengths of ragged fields, "
+                "which are reserved: rename the fields"
             )
         if (self.version == 3) != bool(self.decoding):
             raise ValueError("the version must be 3 if fields are decoded, and only then")
@@ -140,12 +141,14 @@ class Manifest(Model):
             if name not in self.fields or self.fields[name].kind != "array" or self.tokens is not None:
                 raise ValueError(f"field {name!r} is decoded, but is not a field of kind 'array'")
             if how.mask is not None and how.mask not in self.fields:
-                raise ValueError(f"field {name!r} has the mask {how.mask!r}, which is not stored")
+                raise ValueError(f"field {name!r} has the mask {how.mask!r}, which is not a stored field")
         if not set(self.statistics) <= set(self.fields):
             raise ValueError("there are statistics of a field that the dataset does not have")
         total = sum(shard.samples for shard in self.shards)
         if total != self.samples:
-            raise ValueError(f"{self.samples} samples in all, but the shards add up to {total}")
+            raise ValueError(
+                f"the manifest states {self.samples} samples in all, but the shards add up to {total}"
+            )
         if len({shard.key for shard in self.shards}) != len(self.shards):
             raise ValueError("a shard is listed twice")
         for shard in self.shards:
@@ -180,7 +183,7 @@ class Manifest(Model):
                 raise ValueError(f"{where} ends after the end of the file")
         blocks = -(-stored.num_bytes // self.block_bytes)
         if len(stored.hashes) not in (0, blocks):
-            raise ValueError(f"{where} has {len(stored.hashes)} hashes, not {blocks}")
+            raise ValueError(f"{where} has {len(stored.hashes)} hashes, not {blocks}, one for each block")
 
     def _row_bytes(self, name: str, stored: StoredField, shard: ShardEntry) -> int:
         if self.tokens is not None:
@@ -189,26 +192,30 @@ class Manifest(Model):
 
     @property
     def is_split(self) -> bool:
-        """True if the samples are token windows that do not cross the start of a document; see `windows`."""
+        """True if the samples are token windows, none of which crosses the start of a document."""
         return self.tokens is not None and self.tokens.boundaries == "split"
 
     @property
     def batch_fields(self) -> dict[str, FieldSpec]:
         """The fields of a batch, after decoding.
 
-        After each ragged field follows the field of its lengths: `<name>.length`, int64.
+        After each ragged field (samples of different lengths) follows the field of its lengths: `<name>.length`, int64.
         """
         return _with_lengths(decoded_fields(self.fields, self.decoding))
 
     @property
     def stored_batch_fields(self) -> dict[str, FieldSpec]:
-        """The same fields as `batch_fields`, before decoding."""
+        """The stored fields that are read from the files to make a batch, before decoding.
+
+        After each ragged field (samples of different lengths) follows the field of its lengths: `<name>.length`, int64.
+        """
         return _with_lengths(self.fields)
 
     def stored_shape(self, name: str, *, samples: int) -> tuple[int, ...]:
         """Returns the shape that a field of kind `array` has in a packed shard.
 
-        The starts of documents are ignored. In an indexed file the HDF5 dataset may have more rows.
+        For token windows the boundaries of documents are ignored. In an existing file that was indexed in place, the
+        HDF5 dataset may have more rows.
 
         Args:
             name: Name of the field.
@@ -219,7 +226,7 @@ class Manifest(Model):
         return (samples, *self.fields[name].shape)
 
     def stored_bytes(self, name: str, *, samples: int) -> int:
-        """Returns the size in bytes that a field of kind `array` has in a packed shard. See `stored_shape`.
+        """Returns the size in bytes that a field of kind `array` has in a packed shard, of shape `stored_shape`.
 
         Args:
             name: Name of the field.
@@ -229,7 +236,7 @@ class Manifest(Model):
         return int(np.prod(shape, dtype=np.int64)) * np.dtype(self.fields[name].dtype).itemsize
 
     def entry_shape(self, name: str, entry: ShardEntry) -> tuple[int, ...]:
-        """Returns the shape of the rows that belong to a given shard, of a field of kind `array`.
+        """Returns the shape of the data that a field of kind `array` has in a given shard.
 
         If a whole HDF5 dataset is one sample, the shape has no sample dimension. If token windows may not cross the
         start of a document, the shape is (number of stored tokens,).

@@ -62,7 +62,9 @@ class FieldSpec(Model):
     @model_validator(mode="after")
     def _kind_fits(self) -> FieldSpec:
         if self.kind == "classes" and (self.dtype != "int64" or self.shape or not self.classes):
-            raise ValueError("a field of kind 'classes' must be one int64 per sample, with at least one name")
+            raise ValueError(
+                "a field of kind 'classes' must be one int64 per sample, with at least one class name"
+            )
         if self.kind == "ragged" and not self.shape:
             raise ValueError("a field of kind 'ragged' must have at least one dimension")
         if self.classes and (np.dtype(self.dtype).kind not in "iu" or self.kind == "ragged"):
@@ -158,7 +160,7 @@ class StoredField(Model):
             compact, of variable length, or if the field is a member of a compound.
         num_bytes: Uncompressed size of this shard's rows in bytes. For rows of variable length, the size of their
             elements.
-        hashes: xxh3_64 hashes of this shard's rows as little-endian row-major bytes, one hash per block of
+        hashes: xxh3_64 hashes of the bytes of this shard's rows, little-endian and row-major: one hash per block of
             `Manifest.block_bytes` bytes. The last block may be shorter. Empty if the rows were not hashed.
         whole: True if the whole HDF5 dataset is one sample; False if each row is a sample (or a token).
         first_row: Index of the first row that belongs to this shard. Row r of a contiguous HDF5 dataset begins at
@@ -204,7 +206,7 @@ class ShardEntry(Model):
     @classmethod
     def _a_path(cls, value: str) -> str:
         if not value or value.endswith(("/", "/..", "/.")) or value in (".", "..") or "\0" in value:
-            raise ValueError(f"shard file {value!r} is not a file name")
+            raise ValueError(f"the file of a shard, {value!r}, is not a file name")
         return value
 
     @property
@@ -214,13 +216,13 @@ class ShardEntry(Model):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Key that is unique within a manifest: file, path of the first field's HDF5 dataset, its first row."""
+        """Key of the shard in the manifest: file, path of the first field's HDF5 dataset, first row of the shard."""
         first = next(iter(self.fields.values()), None)
         return (self.file, first.dataset, first.first_row) if first else (self.file, "", 0)
 
 
 class TokenWindows(Model):
-    """How samples are cut from the token stream.
+    """How samples (windows of consecutive tokens) are cut from the token stream.
 
     Attributes:
         window: Number of tokens that are predicted in a sample. A sample has window + 1 tokens.
@@ -238,7 +240,10 @@ class TokenWindows(Model):
     documents: str | None = None
 
     def tokens_for(self, samples: int) -> int:
-        """Returns the number of tokens that `samples` consecutive windows span, ignoring boundaries of documents."""
+        """Returns the number of tokens from the first token of the first to the last token of the last window.
+
+        `samples` is the number of consecutive windows. Boundaries of documents are ignored.
+        """
         return (samples - 1) * self.stride + self.window + 1
 
     def windows_in(self, tokens: int) -> int:
@@ -291,7 +296,11 @@ _EXACT_IN_FLOAT64 = 1 << 53
 
 
 def decoded_fields(fields: dict[str, FieldSpec], decoding: dict[str, Decoding]) -> dict[str, FieldSpec]:
-    """Returns the fields of a batch after decoding, in the order of `fields`, which are the stored fields."""
+    """Returns the fields of a decoded batch, by name, in the order of `fields`.
+
+    `fields` are the fields as they are stored, and `decoding` states how some of them are decoded. Stored mask fields
+    are left out.
+    """
     masks = {one.mask for one in decoding.values()}
     found: dict[str, FieldSpec] = {}
     for name, spec in fields.items():
@@ -355,7 +364,7 @@ def decode_values(
 
 
 def _outside(data: NDArray[Any], packing: Packing) -> NDArray[np.bool_]:
-    """Returns an array that is True where a value lies outside the limits `least` and `most`. NaN lies inside.
+    """Returns an array that is True where a value is below `packing.least` or above `packing.most`. False for NaN.
 
     For floating-point values the limits are rounded to the dtype of the values, as the values themselves were.
     """
@@ -394,10 +403,10 @@ _BLOCK_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Moments of `count` finite elements. The sum of two objects is the moments of all their elements together.
+    """Mean, sum of squared deviations, minimum and maximum of `count` finite elements.
 
-    `squares` is the sum of (element - mean)^2. `low` is the smallest element and `high` the largest; both are valid
-    only if count > 0.
+    The sum of two objects describes the elements of both together. `squares` is the sum of (element - mean)^2. `low` is
+    the smallest element and `high` the largest; both are valid only if count > 0.
     """
 
     count: int = 0
@@ -420,7 +429,10 @@ class Moments:
         )
 
     def as_json(self) -> dict[str, float | int]:
-        """Returns the moments as JSON values. Returns {} if there are no elements, since JSON has no infinity."""
+        """Returns the moments as JSON values, or {} if there are no elements.
+
+        Without elements the minimum and the maximum are infinite, which JSON cannot represent.
+        """
         return asdict(self) if self.count else {}
 
     def statistics(self) -> FieldStatistics | None:
@@ -437,7 +449,7 @@ class Moments:
 
 
 def moments_of(array: NDArray[Any]) -> Moments:
-    """Returns the moments of all finite elements of an array of any shape. Booleans count as 0 and 1."""
+    """Returns mean, variance and extremes of all finite elements of an array. Booleans count as 0 and 1."""
     flat = array.reshape(-1)
     if flat.dtype == np.uint8:
         return _of_bytes(flat)
@@ -465,7 +477,7 @@ def _of_block(block: NDArray[Any]) -> Moments:
 
 
 def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
-    """Returns the exact moments of a uint8 array, computed from a histogram of the 256 possible values."""
+    """Returns the exact `Moments` (mean, variance, extremes) of a uint8 array, from a histogram of its values."""
     counts = np.zeros(256, dtype=np.int64)
     for start in range(0, len(flat), _BLOCK_ELEMENTS):
         counts += np.bincount(flat[start : start + _BLOCK_ELEMENTS], minlength=256)
@@ -480,9 +492,10 @@ def _of_bytes(flat: NDArray[np.uint8]) -> Moments:
 
 
 def statistics_of(parts: Iterable[Mapping[str, Moments]]) -> dict[str, FieldStatistics]:
-    """Returns the statistics of each field. `parts` are the moments by field name of consecutive parts of the dataset.
+    """Returns the statistics of each field of a dataset, by field name.
 
-    Fields that have no statistics (`Moments.statistics`) are left out.
+    `parts` contains one dict per part of the dataset, in order: the `Moments` of each field in that part, by field
+    name. Fields that have no statistics (see `Moments.statistics`) are left out.
     """
     totals: dict[str, Moments] = {}
     for part in parts:

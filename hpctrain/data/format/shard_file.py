@@ -47,19 +47,28 @@ def shard_number(name: str) -> tuple[int, ...]:
 
 
 def record_name(file: str) -> str:
-    """Returns the file name of the record of a finished shard. Records exist until the manifest is written."""
+    """Returns the name of the small file that records that the shard file `file` is finished.
+
+    These records exist until the manifest is written.
+    """
     return f".{file.removesuffix('.h5')}{RECORD_SUFFIX}"
 
 
 def is_shard_name(name: str) -> bool:
-    """Returns True if `name` is the file name of a shard, of a partly written shard, or of the record of a shard."""
+    """Returns True if `name` is the name of a file that packing writes for a shard.
+
+    These are the shard itself, a partly written shard, and the record of a finished shard.
+    """
     return (name.startswith(SHARD_PREFIX) and name.endswith(".h5")) or (
         name.startswith(f".{SHARD_PREFIX}") and name.endswith((PARTIAL_SUFFIX, RECORD_SUFFIX))
     )
 
 
 def block_ranges(num_bytes: int, *, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields the byte range (start, stop) of each hashed block of a dataset of `num_bytes` bytes."""
+    """Yields the byte range (start, stop) of each block of `block_bytes` bytes in data of `num_bytes` bytes.
+
+    The last block may be shorter.
+    """
     for start in range(0, num_bytes, block_bytes):
         yield start, min(start + block_bytes, num_bytes)
 
@@ -90,7 +99,7 @@ def hash_outside_extents(descriptor: int, *, file_bytes: int, extents: Iterable[
 
 
 def extents_of(fields: Mapping[str, StoredField]) -> list[tuple[int, int]]:
-    """Returns (offset, num_bytes) of each field that is contiguous in the file."""
+    """Returns file offset and length, in bytes, of each of `fields` that is contiguous in the file."""
     return [(field.offset, field.num_bytes) for field in fields.values() if field.offset is not None]
 
 
@@ -165,7 +174,7 @@ def write_shard(
 
 
 def is_as_written(directory: Path, *, entry: ShardEntry, block_bytes: int) -> bool:
-    """Returns True if the shard exists, and its size and all its hashes are those of `entry`. Reads the whole file."""
+    """Returns True if the shard file exists, and its size and all its hashes are those in `entry`. Reads the file."""
     try:
         descriptor = os.open(directory / entry.file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -202,9 +211,9 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 def _compressed(
     arrays: Mapping[str, NDArray[Any]], *, samples: int, compression: ShardCompression
 ) -> dict[str, Chunks]:
-    """Compresses the fields whose samples are large enough, and returns their chunks by field name.
+    """Compresses the arrays of those fields whose samples are large enough, and returns their chunks by field name.
 
-    A chunk contains the rows of `chunk_samples` samples. For tokens these are about `stride` tokens per sample.
+    A chunk contains the rows of `compression.chunk_samples` samples: len(array) // samples rows per sample.
     """
     return {
         name: compress(
@@ -230,8 +239,8 @@ class HeadersDamaged(DataError):
 def check_shard_size(directory: Path, *, manifest: Manifest, entry: ShardEntry) -> None:
     """Compares the size of a shard's file with the manifest, for indexed files also the modification time.
 
-    Costs one `stat`. A packed shard of another size may have been rewritten with other HDF5 tools; it is then checked
-    by `check_shard`. Raises DataError that names the shard.
+    Costs one `stat`. If a packed shard has another size, it may have been rewritten with other HDF5 tools: its headers
+    are then checked by `check_shard`. Raises DataError that names the shard.
     """
     path = directory / entry.file
     try:
@@ -316,8 +325,8 @@ def _headers_are_intact(
 
     The comparison comes before HDF5 reads the headers, since damaged headers can crash HDF5 (1.10.8). Headers are not
     compared if their hash is unknown, or if the size of the file differs from the manifest: such a file was rewritten
-    or truncated. They are not compared for files with chunks either: the hash covers the chunks, so the whole file
-    would be read. Raises HeadersDamaged if the hash differs, or OSError.
+    or truncated. Headers of files with chunked data are not compared either: their hash covers the chunks, so the whole
+    file would have to be read. Raises HeadersDamaged if the hash differs, or OSError.
     """
     extents = [(f.offset, f.num_bytes) for f in entry.fields.values() if f.offset is not None]
     if entry.structure_hash is None or len(extents) < len(entry.fields) or file_bytes != entry.file_bytes:
@@ -344,7 +353,10 @@ def check_unchanged(status: os.stat_result, *, entry: ShardEntry, path: Path, is
 
 
 def cut_short(path: Path, entry: ShardEntry, found_bytes: int) -> str:
-    """Returns the error message for a file that is shorter than in the manifest."""
+    """Returns the error message for a file that is shorter than the manifest states.
+
+    `found_bytes` is the size of the file in bytes.
+    """
     return (
         f"shard {path} is cut short: {found_bytes} bytes, the manifest says {entry.file_bytes} "
         f"({entry.samples} samples): copy it again, or {'pack' if entry.modified_ns is None else 'index'} again"
@@ -360,10 +372,10 @@ def _size_of(layout: DatasetLayout) -> int:
 
 
 def _trusted_layouts(manifest: Manifest, entry: ShardEntry) -> dict[str, DatasetLayout] | None:
-    """Returns the layout of each field, by field name, as the manifest states it. Does not read the file.
+    """Returns shape, dtype and offset of each field in the file, as the manifest states them. Reads no file.
 
     Returns None if the manifest does not state the layout of every field: if a field is not contiguous or not of kind
-    `array`, or if an early version of hpctrain indexed the file without a check of its types.
+    `array`, or if an early version of hpctrain indexed the file without checking its HDF5 types.
     """
     if not manifest.has_checked_types:
         return None
@@ -388,7 +400,9 @@ def _check_field(
     dtype, shape = layout.dtype, layout.shape
     if stored.member is not None:
         if dtype.names is None or stored.member not in dtype.names:
-            raise DataError(f"dataset {stored.dataset!r} of shard {path} has no member {stored.member!r}")
+            raise DataError(
+                f"dataset {stored.dataset!r} of shard {path} has no member {stored.member!r}: {_again(manifest)}"
+            )
         member = dtype[stored.member]
         dtype, shape = member.base, (*shape, *member.shape)
     found, wanted = _dtype_name(dtype, spec, whole=stored.whole), _wanted_dtype(spec)
@@ -419,7 +433,10 @@ def _wanted_dtype(spec: FieldSpec) -> str:
 
 
 def _dtype_name(dtype: np.dtype[Any], spec: FieldSpec, *, whole: bool) -> str:
-    """Returns the numpy name of a dtype: "string" for strings, and the dtype of the elements for ragged rows."""
+    """Returns the numpy name of the dtype of an HDF5 dataset, for the comparison with the manifest.
+
+    The name is "string" for strings. For rows of variable length it is the name of the dtype of their elements.
+    """
     import h5py
 
     if h5py.check_string_dtype(dtype) is not None:

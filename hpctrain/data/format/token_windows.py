@@ -63,7 +63,8 @@ def read_windows(directory: Path, *, manifest: Manifest) -> NDArray[np.int64] | 
                 digest.update(part)
         if digest.hexdigest() != listed.hash:
             raise DataError(
-                f"the list of windows {path} is not the one of the manifest: restore both, or index again"
+                f"the list of windows {path} is not the one of the manifest (its hash differs): "
+                "restore both, or index again"
             )
         starts = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:

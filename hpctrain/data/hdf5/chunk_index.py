@@ -45,7 +45,9 @@ class _Block(NamedTuple):
 
 
 class ChunkAccess(Enum):
-    """What the functions of HDF5 return correctly about the chunks of a dataset whose index is not supported here.
+    """What the HDF5 library returns correctly about the chunks of a dataset, if only it can find them.
+
+    Used for a chunk index of a kind that hpctrain cannot read itself.
 
     PLACES: The location of each chunk in the file.
     STORED: The stored bytes of each chunk, but not its location.
@@ -110,8 +112,9 @@ def read_chunk_access(
     (H5Dget_chunk_info, H5Dget_chunk_info_by_coord and H5Dchunk_iter) do not consider that in HDF5 1.10.8, 1.14.2 and
     2.0.0. Second, chunks at the border may be stored without the filters, and the filter mask does not state that.
 
-    `header` and `base` are as in `read_chunk_index`. `first_is_unlimited` is True if the first dimension may grow
-    without a limit. Raises OSError if the file cannot be read.
+    `header` is the offset of the dataset's object header in bytes, relative to the end of the user block. `base` is the
+    size of the user block in bytes. `first_is_unlimited` is True if the first dimension may grow without a limit.
+    Raises OSError if the file cannot be read.
     """
     if layout.chunks is None:
         return ChunkAccess.VALUES
@@ -219,10 +222,10 @@ class _Reader:
                 yield kind, message_flags, content
 
     def _leaves(self, node: int, *, depth: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yields two arrays for each leaf of the B-tree below a node.
+        """Yields two arrays for each leaf, below the node at offset `node`, of the B-tree that lists the chunks.
 
-        The first contains the index of the first element of each chunk, shape (n, dimensions). The second contains the
-        file offset, the size in bytes and the filter mask of each chunk, shape (n, 3).
+        The first array contains the index of the first element of each chunk, shape (n, dimensions). The second array
+        contains the file offset, the size in bytes and the filter mask of each chunk, shape (n, 3).
         """
         start = self._read(_Block(node, _TREE_HEADER_BYTES))
         kind, level, used = struct.unpack_from("<BBH", start, 4)

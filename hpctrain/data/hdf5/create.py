@@ -82,9 +82,9 @@ def _create_contiguous(
 def _probe(path: Path, *, num_bytes: int) -> None:
     """Raises OSError if a disk, a quota or a file size limit has no room for a little more than `num_bytes` bytes.
 
-    Tries this by making a file of that size, before HDF5 writes to it. If HDF5 (seen with 1.10.8) cannot write a file
-    when it closes the file, it keeps the file open and crashes the process later. `num_bytes` includes the chunks that
-    HDF5 writes; apart from these it writes only headers.
+    To find out, makes the file at `path` that large, before HDF5 writes to it. If HDF5 (seen with 1.10.8) cannot write
+    a file when it closes the file, it keeps the file open and crashes the process later. `num_bytes` includes the
+    chunks that HDF5 writes; apart from these it writes only headers.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

@@ -62,7 +62,7 @@ class ShardCodec:
 
     Attributes:
         codec: The name by which users choose the compression.
-        encoder: Function that takes a compression level and returns the function that encodes a chunk. Raises
+        encoder: Function that takes a compression level and returns another function, which encodes a chunk. Raises
             ImportError if a library is missing.
         h5py_options: Function that takes a compression level and returns the arguments of h5py's `create_dataset`.
     """
@@ -162,7 +162,10 @@ def _from_blosc(data: Bytes, values: Sequence[int], num_bytes: int | None) -> by
 
 
 def _unshuffle(data: Bytes, values: Sequence[int], num_bytes: int | None) -> Bytes:
-    """Undoes the shuffle filter, which stores the bytes of equal significance of all elements together."""
+    """Undoes HDF5's shuffle filter, which stores the first bytes of all elements, then all second bytes, and so on.
+
+    The first of `values`, the parameters of the filter, is the size of an element in bytes.
+    """
     itemsize = values[0]
     count = len(data) // itemsize
     if itemsize <= 1 or count <= 1:
@@ -208,7 +211,7 @@ def fletcher32(data: Bytes) -> int:
 
 
 def _fold(value: int) -> int:
-    """Returns `value` modulo 65535, except that multiples of 65535 other than 0 become 65535, as in HDF5."""
+    """Returns `value` modulo 65535, but 65535 instead of 0 unless `value` is 0. HDF5 computes Fletcher-32 so."""
     return value % 65535 or (65535 if value else 0)
 
 
@@ -274,7 +277,7 @@ class ShardCompression:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """A compressed dataset: its shape and dtype, the shape of a chunk, and the encoded chunks in the order of rows.
+    """An HDF5 dataset as compressed chunks: shape and dtype of the dataset, and its chunks in the order of rows.
 
     `filters` contains the arguments of h5py's `create_dataset` that select chunks and filters.
     """

@@ -57,9 +57,10 @@ def members_of(kind: h5py.h5t.TypeCompoundID) -> dict[str, h5py.h5t.TypeID]:
 
 
 def element_of(kind: h5py.h5t.TypeID, *, member: str | None = None) -> h5py.h5t.TypeID:
-    """Returns the HDF5 type of the numbers in elements of type `kind`, or with `member` in a member of a compound.
+    """Returns the HDF5 type of the numbers that an element of type `kind` consists of.
 
-    For array types and types of variable length, the result is the base type.
+    For array types and types of variable length, this is the base type. With `member`, `kind` is a compound type, and
+    the numbers are those of that member.
     """
     from h5py import h5t
 
@@ -208,7 +209,7 @@ def _member(dataset: h5py.Dataset, selection: Any, member: str) -> Any:
 
 
 def _load_filters(dataset: h5py.Dataset) -> _Wanted | None:
-    """Loads the filters of a dataset. Returns the first filter that is not available, or None if all are."""
+    """Loads the filters that a dataset needs. Returns the first filter that is not installed, or None."""
     import h5py
 
     plist = dataset.id.get_create_plist()
@@ -251,7 +252,7 @@ def class_texts(values: NDArray[Any] | Any) -> list[str]:
 
 
 class Filter(NamedTuple):
-    """One filter of a dataset's filter pipeline: its registered number, and its parameters."""
+    """One filter of a dataset's filter pipeline: the number under which HDF5 knows it, and its parameters."""
 
     code: int
     values: tuple[int, ...]
@@ -300,10 +301,10 @@ def _open(path: Path) -> h5py.File:
 
 
 def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
-    """Returns the layouts of the named datasets of a file, by name. Names that do not exist are left out.
+    """Returns shape, dtype and location of the named datasets of a file, by name.
 
-    Raises OSError if the file is not a complete HDF5 file. Raises DataError if a name is a soft or external link, or
-    is not a dataset in this file for which numpy has a dtype.
+    Names that do not exist are left out. Raises OSError if the file is not a complete HDF5 file. Raises DataError if a
+    name is a soft or external link, or is not a dataset in this file for which numpy has a dtype.
     """
     import h5py
 
@@ -329,7 +330,7 @@ def inspect(path: Path, *, names: Sequence[str]) -> dict[str, DatasetLayout]:
 
 
 def layout_of(dataset: h5py.Dataset) -> DatasetLayout | None:
-    """Returns the layout of a dataset, or None if numpy has no dtype for its elements."""
+    """Returns shape, dtype and location of a dataset, or None if numpy has no dtype for its elements."""
     import h5py
 
     kind, plist = dataset.id.get_type(), dataset.id.get_create_plist()
@@ -394,7 +395,7 @@ class RowReader:
     """
 
     def __init__(self, path: Path, *, opened: h5py.File | None = None) -> None:
-        """Opens the file at `path`. If `opened` is given, it is that file, already open. `close` closes it."""
+        """Opens the file at `path`, unless `opened` is given: that file, already open. `close` closes the file."""
         self._file = _open(path) if opened is None else opened
         self.user_block_bytes = int(self._file.userblock_size)
         self._datasets: dict[str, h5py.Dataset] = {}
@@ -423,8 +424,9 @@ class RowReader:
     def chunk_place(self, name: str, *, first: tuple[int, ...]) -> ChunkPlace | None:
         """Returns the location of a chunk in the file, or None if the chunk was never written.
 
-        `first` is the index of the chunk's first element in each dimension. Only for `ChunkAccess.PLACES`. HDF5 1.10
-        searches all chunks of the dataset for the location. Raises OSError or RuntimeError.
+        `first` is the index of the chunk's first element in each dimension. Call this only for datasets of which HDF5
+        returns correct locations (`ChunkAccess.PLACES`). HDF5 1.10 searches all chunks of the dataset for the location.
+        Raises OSError or RuntimeError.
         """
         with hdf5_lock():
             info = self._dataset(name).id.get_chunk_info_by_coord(first)
@@ -442,7 +444,7 @@ class RowReader:
         return int(mask), data
 
     def header_offset(self, name: str) -> int:
-        """Returns the offset of the dataset's object header in bytes, relative to the end of the user block."""
+        """Returns the offset in bytes of the object header of dataset `name`, relative to the end of the user block."""
         import h5py
 
         with hdf5_lock():

@@ -30,7 +30,7 @@ _COMPARED_BYTES = 1 << 16
 
 
 class _Structure(NamedTuple):
-    """How an HDF5 dataset is stored. Datasets with the same structure have the same faults.
+    """How an HDF5 dataset is stored. Datasets that are stored in the same way have the same faults of HDF5.
 
     `file` contains the size of the file's user block in bytes, and the version of its superblock.
     """
@@ -43,10 +43,11 @@ class _Structure(NamedTuple):
 
 
 class SampleComparison:
-    """Compares the first, a middle and the last row of datasets, in all files that one rank indexes.
+    """Compares rows of datasets that are read without HDF5 with what HDF5 reads, while a rank indexes files.
 
-    The first dataset of each structure (`_Structure`) is always compared. Other datasets are compared only while
-    comparisons have taken at most 0.5% of the time.
+    The first, a middle and the last row of a dataset are compared. The first of all datasets that are stored in the
+    same way (`_Structure`) is always compared. Other datasets are compared only as long as comparisons have taken at
+    most 0.5% of the time.
     """
 
     def __init__(self) -> None:
@@ -57,12 +58,15 @@ class SampleComparison:
         self._file_structure = (0, 0)
 
     def begin_file(self, file: h5py.File) -> None:
-        """Records how an open file is stored. Call this for each file before its datasets are compared."""
+        """Records the format of an open file: size of the user block, version of the superblock.
+
+        Call this for each file before its datasets are compared.
+        """
         plist = file.id.get_create_plist()
         self._file_structure = (int(plist.get_userblock()), int(plist.get_version()[0]))
 
     def compare(self, dataset: h5py.Dataset, *, layout: DatasetLayout, where: str) -> None:
-        """Compares rows of an open dataset. Raises DataError if a row differs.
+        """Compares rows of an open dataset as read with and without HDF5. Raises DataError if a row differs.
 
         `where` is the name of the dataset for the message. Does nothing if the dataset is read through HDF5 anyway, or
         if HDF5 cannot read the rows.
@@ -142,9 +146,9 @@ def _first_middle_last(count: int) -> list[int]:
 
 
 def _hdf5_reads(dataset: h5py.Dataset, selection: Any) -> NDArray[Any] | None:
-    """Returns elements as HDF5 reads them, or None if HDF5 cannot read them.
+    """Returns the elements `dataset[selection]` as HDF5 reads them, or None if HDF5 cannot read them.
 
-    In that case the error will be reported when the sample is read for training.
+    If HDF5 cannot read them, the error will be reported when the sample is read for training.
     """
     try:
         return np.asarray(read_elements(dataset, selection))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HashedContent:
-    """Hashes of the blocks of an HDF5 dataset, and moments of its values for the statistics.
+    """Hashes of the blocks of an HDF5 dataset; mean, variance and extremes (`moments`) of its values.
 
     The elements are hashed as little-endian row-major bytes. A dataset of variable lengths has no hashes.
     """
@@ -37,7 +37,10 @@ class HashedContent:
 
 
 class _BlockHashes:
-    """Computes the xxh3_64 hash of each block of a byte stream, which is passed in pieces of any size."""
+    """Computes the xxh3_64 hash of each block of `block_bytes` bytes of a byte stream.
+
+    The stream is passed in pieces of any size.
+    """
 
     def __init__(self, *, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -73,11 +76,12 @@ def read_content(
     hashed_bytes: int | None = None,
     meant: Sequence[Callable[[NDArray[Any]], NDArray[Any]]],
 ) -> tuple[HashedContent, ...]:
-    """Reads numeric datasets of one file in blocks, each dataset once, and returns their hashes and moments.
+    """Reads numeric datasets of one file, each once. Returns hashes and statistics of each dataset.
 
-    `found` are the datasets. Only the first `hashed_bytes` bytes of a dataset are hashed; None: all bytes. `meant`
-    contains one function per dataset. Each function takes stored values, and returns the values of which the moments
-    are computed. Raises DataError if the file cannot be read.
+    `found` are the datasets. There is one hash per block of `block_bytes` bytes. Only the first `hashed_bytes` bytes of
+    a dataset are hashed; None: all bytes. `meant` contains one function per dataset. Each function takes stored values,
+    and returns the values of which mean, variance and extremes are computed. Raises DataError if the file cannot be
+    read.
     """
     contents = []
     with open_to_index(path) as file:

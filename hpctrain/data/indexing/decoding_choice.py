@@ -21,7 +21,10 @@ from hpctrain.errors import DataError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSource:
-    """A file, or a group in a file, that becomes one entry of the manifest. `fields` are its datasets by field name."""
+    """An HDF5 file, or a group in it, that becomes one entry (shard) of an index's manifest.
+
+    `fields` are the HDF5 datasets of the fields, by field name.
+    """
 
     file: FoundFile
     fields: dict[str, FoundDataset]
@@ -31,12 +34,18 @@ class FieldSource:
 
 
 def all_places(files: Sequence[FoundFile]) -> tuple[FieldSource, ...]:
-    """Returns one source per file, or per group in a file, in the order of the files."""
+    """Returns one `FieldSource` per file, or per group in a file, in the order of the files.
+
+    A `FieldSource` lists the HDF5 datasets of the fields.
+    """
     return tuple(FieldSource(file=file, fields=fields) for file in files for fields in file.places)
 
 
 def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
-    """Returns the number of samples in one source. Raises DataError if the fields have different numbers of samples."""
+    """Returns the number of samples in one file, or in one group of a file (`place`).
+
+    `samples` states what one sample is. Raises DataError if the fields have different numbers of samples.
+    """
     if samples is not SampleIs.ROWS:
         return 1
     counts: dict[str, int] = {}
@@ -56,9 +65,10 @@ def num_samples(place: FieldSource, *, samples: SampleIs) -> int:
 def combine(
     places: Sequence[FieldSource], *, requests: Sequence[FieldRequest], samples: SampleIs
 ) -> dict[str, FieldSpec]:
-    """Returns the fields of one sample, by name. Raises DataError if the sources do not agree on a field.
+    """Returns dtype and shape of each field of a sample, by name. Raises DataError if the files do not agree.
 
-    The message names two sources and states how they differ.
+    `places` are the files, or groups in files, with the datasets of the fields. The message of the error names two of
+    them, and states how they differ.
     """
     return {request.name: _combine(places, request=request, samples=samples) for request in requests}
 
@@ -141,17 +151,17 @@ def _class_field(places: Sequence[FieldSource], *, name: str, whole: bool) -> Fi
 class ValuesWarning(UserWarning):
     """Warning that the stored numbers of a field are not its values, or that some of them stand for missing values.
 
-    Issued when a field is indexed and the request does not state whether to decode the field.
+    Issued when a field is indexed and the user has not stated whether to decode the field.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingChoice:
-    """How the fields of an index are decoded.
+    """How the stored values of the fields of an index become values: scale, offset, missing values.
 
     Attributes:
         decoding: How the values of each decoded field are represented, by field name.
-        requests: The requests of all fields that are read from the files, including masks.
+        requests: What was requested for each field that is read from the files, including masks.
         notes: Texts for the user, one line each.
         warnings: The texts in `notes` about fields whose stored numbers are not the values.
     """
@@ -163,7 +173,10 @@ class DecodingChoice:
 
 
 def meaning_of(place: FieldSource, name: str) -> ValueMeaning:
-    """Returns what a file states about the values of a field, or `NOTHING` if it states nothing."""
+    """Returns what the file `place` states about the values of the field `name`, such as scale and missing values.
+
+    Returns `NOTHING` if the file states nothing.
+    """
     values = place.fields[name].values
     return ValueMeaning(**values) if values else NOTHING
 
@@ -202,7 +215,7 @@ def choose_decoding(places: Sequence[FieldSource], *, requests: Sequence[FieldRe
 
 
 def _note(request: FieldRequest, meanings: Sequence[ValueMeaning], places: Sequence[FieldSource]) -> str:
-    """Returns a text for the user about a field that is not decoded because the request does not state how to read it.
+    """Returns a text for the user about a field that is not decoded, since the user did not state how to read it.
 
     Returns "" if the files state nothing about its numbers.
     """
@@ -300,7 +313,7 @@ def _decoded_dtype(stored: np.dtype[np.generic], packing: Packing, *, to_nan: bo
 
 
 def packing_of(place: FieldSource, name: str) -> Packing:
-    """Returns how the stored values of a field in one source are decoded."""
+    """Returns how the stored values of the field `name` in the file `place` are decoded: scale, offset, and so on."""
     return meaning_of(place, name).as_packing
 
 

@@ -74,10 +74,12 @@ def share_work(
     *,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Calls `function` for each item, each on one of the ranks, and returns all results. Collective over `comm`.
+    """Divides `items` among the ranks, calls `function(item)` for each, and returns all results. Collective.
 
     All ranks get the results of all items, in the order of the items. The items must be the same on all ranks.
-    `function` must return JSON values. If `function` raises an error on one rank, all ranks raise this error.
+    Collective over `comm`. `function` must return JSON values. `progress` is called with the number of items that this
+    rank has done so far, and with the number of its items. If `function` raises an error on one rank, all ranks raise
+    this error.
     """
     share = rank_share(0, len(items), rank=comm.rank, num_ranks=comm.num_ranks)
 
@@ -100,7 +102,7 @@ def share_work(
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRequest:
-    """Asks to cut the rows of the files, which are tokens, into token windows.
+    """Request to index files of tokens as samples that are windows of consecutive tokens.
 
     Raises UsageError if `window` or `stride` is below 1.
 
@@ -108,7 +110,7 @@ class TokenRequest:
         window: Number of tokens that are predicted in a sample. A sample has window + 1 tokens.
         stride: Number of tokens from the start of a window to the start of the next window.
         documents: Path of an HDF5 dataset in each file that contains the indices of the tokens at which documents
-            begin. No window then crosses the start of a document. None: windows may do so.
+            begin. No window then crosses the start of a document. None: windows may cross the start of a document.
     """
 
     window: int
@@ -133,7 +135,10 @@ class TokenRequest:
 
 
 def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) -> None:
-    """Raises UsageError unless exactly one field is requested, its name is `tokens`, and its rows are the tokens."""
+    """Raises UsageError unless the requested fields can be cut into token windows.
+
+    Exactly one field must be requested, its name must be `tokens`, and each of its rows must be one token.
+    """
     if [request.name for request in requests] != [TOKENS_FIELD]:
         raise UsageError(
             f"--tokens needs exactly one field, named {TOKENS_FIELD}: --fields {TOKENS_FIELD}=/PATH"
@@ -146,7 +151,7 @@ def check_token_request(requests: Sequence[FieldRequest], *, samples: SampleIs) 
 
 @dataclass(frozen=True, kw_only=True)
 class CutStream:
-    """The samples of one file, or of one group in a file.
+    """The samples that were found in one file, or in one group of a file (`place`).
 
     `num_tokens` is the number of tokens in the part of the stream that windows use; it is 0 if the samples are not
     token windows. `starts` contains the index of the first token of each window, int64, shape (samples,), if no window
@@ -160,9 +165,10 @@ class CutStream:
 
 
 def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: TokenRequest) -> FieldSpec:
-    """Returns the field `tokens` of the windows. `spec` is the field whose samples are the rows of the streams.
+    """Returns dtype and shape of the field `tokens` of samples that are token windows.
 
-    Raises DataError unless each row is one integer.
+    `spec` describes the same field if each row of the files were a sample. Raises DataError unless each row is one
+    integer.
     """
     if spec.shape or spec.kind != "array" or np.dtype(spec.dtype).kind not in "iu":
         raise DataError(
@@ -173,7 +179,7 @@ def token_field(places: Sequence[FieldSource], *, spec: FieldSpec, request: Toke
 
 
 def cut_stream(place: FieldSource, *, request: TokenRequest) -> CutStream:
-    """Returns the windows of one file. There are none if the file has fewer tokens than one window.
+    """Cuts the tokens of the file `place` into windows. There are none if the file is shorter than one window.
 
     Raises DataError if the starts of documents in the file are not valid.
     """
@@ -370,7 +376,10 @@ def index_files(
 
 
 def _notes(places: Sequence[FieldSource]) -> tuple[str, ...]:
-    """Returns each note on a field once, together with the first HDF5 dataset to which it applies."""
+    """Returns the notes on the indexed fields, texts for the user, each of them once.
+
+    A note also names the first HDF5 dataset to which it applies.
+    """
     found: dict[tuple[str, str], str] = {}
     for place in places:
         for name, field in place.fields.items():
@@ -380,7 +389,7 @@ def _notes(places: Sequence[FieldSource]) -> tuple[str, ...]:
 
 
 def _files(out: Path, *, files: Sequence[str], old: OldIndex) -> list[str]:
-    """Returns the paths of the files to index. Raises UsageError if the content of `out` must not be overwritten.
+    """Returns the paths of the files to index. Raises UsageError if the dataset in `out` must not be overwritten.
 
     Does not change `out`.
     """
@@ -399,7 +408,11 @@ def _cut(
     samples: SampleIs,
     tokens: TokenRequest | None,
 ) -> tuple[dict[str, FieldSpec], list[CutStream]]:
-    """Returns the fields of a sample, and the samples of each source. Raises DataError if the sources do not agree."""
+    """Returns the fields of a sample, and the samples that are in each of `places`: a file, or a group in a file.
+
+    `samples` states what one sample is, and `tokens` how token windows are cut (None: samples are not token windows).
+    Raises DataError if the files do not agree.
+    """
     specs = combine(places, requests=requests, samples=samples)
     if tokens is None:
         counts = [num_samples(place, samples=samples) for place in places]
@@ -421,7 +434,7 @@ def _write_windows(streams: Sequence[CutStream], *, out: Path) -> dict[str, Any]
 
 
 class _Builder:
-    """Makes the entries of the manifest, and accumulates statistics of the content of the files."""
+    """Makes the entries of an index's manifest, and accumulates statistics of the content of the indexed files."""
 
     def __init__(
         self,
@@ -443,9 +456,10 @@ class _Builder:
         self._moments: dict[str, Moments] = {}
 
     def read(self, stream: CutStream) -> dict[str, Any]:
-        """Reads the numeric fields of one source, and returns their hashes and moments by field name, as JSON values.
+        """Reads the numeric fields of one file, or of one group in a file, and returns JSON values by field name.
 
-        Raises DataError if reading fails.
+        For each field these are the hashes of its blocks, and mean, variance and extremes of its values. `stream`
+        describes the samples in the file. Raises DataError if reading fails.
         """
         numbers = {name: found for name, found in stream.place.fields.items() if found.kind != "strings"}
         limit = None
@@ -461,10 +475,10 @@ class _Builder:
         return {name: content.as_json() for name, content in zip(numbers, contents, strict=True)}
 
     def _meant(self, place: FieldSource, name: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
-        """Returns a function that takes stored values and returns the values of which statistics are computed.
+        """Returns a function that converts stored values of the field `name` to those for the statistics.
 
-        Missing values become NaN, which statistics ignore. The function returns no values for masks, and for fields
-        that have a mask: such fields have no statistics.
+        Missing values become NaN, which statistics ignore. The function returns an empty array for masks, and for
+        fields that have a mask: such fields have no statistics.
         """
         how = self._decoding.get(name)
         if name in self._masks or (how is not None and how.mask is not None):
@@ -488,9 +502,10 @@ class _Builder:
         return decoded
 
     def entry(self, stream: CutStream, content: dict[str, Any]) -> ShardEntry:
-        """Returns the entry of the manifest for one source. Adds the moments in `content` to the statistics.
+        """Returns the manifest entry of one file, or of one group in a file, and adds its values to the statistics.
 
-        `content` is the result of `read`, or {} if the content was not read.
+        `stream` describes the samples in the file. `content` is the result of `read`, or {} if the content was not
+        read.
         """
         file, fields = stream.place.file, stream.place.fields
         hashes: dict[str, tuple[str, ...]] = {}

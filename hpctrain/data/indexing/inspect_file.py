@@ -172,14 +172,14 @@ class FoundDataset:
     Attributes:
         dataset: Path of the HDF5 dataset in the file.
         member: Name of the member, if this is a member of a compound type; else None.
-        shape: Shape of the dataset, including the dimension of samples. For kind "lengths" without the variable
-            dimension.
+        shape: Shape of the dataset, including the dimension of samples. For kind "lengths" the variable dimension is
+            left out.
         dtype: Name of the numpy dtype of the elements; "str" for strings.
         kind: "numbers", "lengths" (each row is numbers of variable length) or "strings".
         offset: File offset in bytes if the dataset is contiguous, else None.
         big_endian: True if the numbers in the file are big-endian, False if they are little-endian.
         num_bytes: Uncompressed size of the elements in bytes.
-        longest: Length of the longest sample for kind "lengths", else 0.
+        longest: Length of the longest row for kind "lengths", else 0.
         classes: The distinct strings, sorted, for kind "strings"; else empty.
         values: What the dataset's attributes, and other datasets, state about the values of the dataset: a
             `ValueMeaning` as JSON values. Empty if nothing is stated.
@@ -207,9 +207,10 @@ class FoundDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFile:
-    """One inspected file. `places` contains the dataset of each field, by field name.
+    """One inspected HDF5 file, with the datasets of the requested fields.
 
-    `places` has one element, or one element per matching group if the requested paths have a `*`.
+    Each element of `places` contains the dataset of each field, by field name. There is one element, or one per
+    matching group if the requested paths have a `*`.
     """
 
     path: str
@@ -295,7 +296,7 @@ def _open_locked(path: str) -> h5py.File:
 def _groups(
     file: h5py.File, requests: Sequence[FieldRequest], comparison: SampleComparison
 ) -> Iterator[dict[str, FoundDataset]]:
-    """Yields the datasets by field name, once for each group that matches the requested paths.
+    """Finds the groups of a file that match the requested paths. Yields the datasets of each group by field name.
 
     Raises DataError unless every group has all fields.
     """
@@ -319,7 +320,10 @@ def _groups(
 def _place(
     file: h5py.File, paths: Mapping[str, str], requests: Sequence[FieldRequest], comparison: SampleComparison
 ) -> dict[str, FoundDataset]:
-    """Returns the datasets by field name in one file or group, including the masks of fields that are decoded."""
+    """Returns the datasets in one file or group, by field name, including the mask datasets of decoded fields.
+
+    `paths` are the paths of the datasets by field name.
+    """
     place: dict[str, FoundDataset] = {}
     for request in requests:
         path = paths[request.name]
@@ -345,7 +349,7 @@ def _place(
 def _inspect(
     file: h5py.File, path: str, request: FieldRequest, comparison: SampleComparison
 ) -> tuple[FoundDataset, h5py.Dataset]:
-    """Returns the description of a requested dataset, and the open dataset."""
+    """Returns the description of the dataset at `path`, which `request` asks for, and the open dataset."""
     import h5py
 
     where = f"field {request.name!r}, {path} of {file.filename},"
@@ -428,9 +432,9 @@ def _what_else(found: h5py.HLObject) -> str:
 def _element(
     dataset: h5py.Dataset, layout: DatasetLayout, request: FieldRequest, where: str
 ) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Returns the dtype of the elements of the dataset or its requested member, and the shape.
+    """Returns the dtype of the dataset's elements, or of the requested member of them, and the dataset's shape.
 
-    The last dimensions of the shape are those of an array type, if the elements have one.
+    If the elements are of an array type, the last dimensions of the shape are those of the array type.
     """
     import h5py
 

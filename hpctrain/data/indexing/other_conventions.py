@@ -1,7 +1,8 @@
 """Finds attributes, datasets and groups that scale the values of a dataset by conventions other than CF.
 
-Searched are the attributes of the dataset, and the datasets and groups near the dataset. Such scales are reported, but
-not decoded, since the conventions combine scale and offset in different ways: NeXus (`NAME_scaling_factor`,
+The functions search the attributes of the dataset, and the datasets and groups near the dataset. Such scales are
+reported, but not decoded, since the conventions combine scale and offset in different ways: NeXus
+(`NAME_scaling_factor`,
 `NAME_offset`: (stored + offset) * factor), openPMD (`unitSI`), HDF-EOS5 of OMI (`ScaleFactor`, `Offset`,
 `MissingValue`, `ValidRange`), NWB (`conversion`, `offset`, `channel_conversion`), ODIM (`gain`, `offset`, `nodata`,
 `undetect` of the group `what`), ocean colour (`slope`, `intercept`), FITS (`BSCALE`, `BZERO`, `BLANK`).
@@ -54,12 +55,12 @@ _PANDAS_TIMES = ("datetime64", "timedelta64")
 def said_by_attributes(
     attributes: Mapping[str, Any], stored: np.dtype[Any], *, of_table: bool = False
 ) -> list[str]:
-    """Returns "NAME = VALUE" for each attribute which states that numbers are scaled or stand for missing values.
+    """Returns "NAME = VALUE" for each attribute of a dataset which states that its numbers are not plain values.
 
-    `stored` is the dtype of the numbers. `of_table` is True if the attributes are those of a whole table; vague names,
-    such as `scale` or `offset`, are then ignored. Also ignored are a scale of 1, an offset of 0, a missing value that
-    is NaN or that the dtype cannot represent, texts that are not numbers, and numbers that attributes of CF state as
-    well.
+    Such attributes state that numbers are scaled, or stand for missing values. `stored` is the dtype of the numbers.
+    `of_table` is True if the attributes are those of a whole table; vague names, such as `scale` or `offset`, are then
+    ignored. Also ignored are a scale of 1, an offset of 0, a missing value that is NaN or that the dtype cannot
+    represent, texts that are not numbers, and numbers that attributes of CF state as well.
     """
     names = {name: re.sub(r"[^a-z0-9]", "", name.lower()) for name in attributes}
     roles = {name: role for name, role in names.items() if role in _ROLES and name not in OF_CF}
@@ -122,9 +123,10 @@ def said_by_neighbours(file: h5py.File, path: str) -> list[str]:
 
 
 def _said_by_odim(file: h5py.File, group: str) -> list[str]:
-    """Returns what the groups `what` in `group` and in the groups above it state about scales, one text each.
+    """Returns what attributes of ODIM state about the scale of datasets in `group`, one text each.
 
-    If several of them have an attribute of the same name, the one nearest to the dataset is valid.
+    ODIM (weather radar) stores these attributes in groups named `what`, in the group of the dataset and in the groups
+    above. If several have an attribute of the same name, that of the group nearest to the dataset is valid.
     """
     found: dict[str, Any] = {}
     levels = group.split("/")
@@ -201,7 +203,10 @@ def _cf_numbers(attributes: Mapping[str, Any]) -> list[float]:
 
 
 def _is_known(values: NDArray[Any], known: list[float]) -> bool:
-    """Returns True if each of `values` is also in `known`, the numbers of CF attributes, up to rounding to float32."""
+    """Returns True if each of `values` is also in `known`, up to rounding to float32.
+
+    `known` are the numbers in the CF attributes of the dataset.
+    """
     return all(any(np.isclose(float(value), other, rtol=1e-6, atol=0) for other in known) for value in values)
 
 

@@ -69,7 +69,10 @@ def format_of(path: str) -> str | None:
 
 
 def newer_library(error: object) -> str | None:
-    """Returns an explanation for the user if an error of HDF5 means that a newer HDF5 wrote the file; else None."""
+    """Returns an explanation for the user if `error`, raised by HDF5, means that a newer HDF5 wrote the file.
+
+    Returns None for other errors.
+    """
     import h5py
 
     text = str(error).strip("'\"")
@@ -175,7 +178,7 @@ def parse_decode(text: Decode | str) -> Decode:
     try:
         return Decode(text)
     except ValueError:
-        raise UsageError(f"decode is cf or raw, not {text!r}") from None
+        raise UsageError(f"decode must be cf or raw, not {text!r}") from None
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -192,7 +195,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def unescaped(text: str) -> str:
-    """Returns `text` without backslashes. Of two backslashes in a row the second is kept."""
+    """Returns `text` without the backslashes that escape characters. Of two backslashes in a row one is kept."""
     return re.sub(r"\\(.)", r"\1", text)
 
 
@@ -261,7 +264,9 @@ def sample_is(requests: Sequence[FieldRequest], *, asked: SampleIs | None) -> Sa
     """
     wild = [request.has_wildcard for request in requests]
     if any(wild) != all(wild):
-        raise UsageError("either all paths of --fields have a '*' for the groups, or none")
+        raise UsageError(
+            "either all paths of --fields have a '*' for the groups, or none: add it to the others, or leave it out"
+        )
     if asked is SampleIs.GROUPS and not any(wild):
         raise UsageError("--samples groups needs paths with a '*', as in x=/*/image,y=/*/label")
     if asked is SampleIs.FILE and any(wild):
@@ -354,7 +359,7 @@ def _what_is_in(here: h5py.Group | h5py.Dataset, done: list[str]) -> str:
 
 
 def matching_paths(file: h5py.File, parts: tuple[str, ...]) -> dict[tuple[str, ...], str]:
-    """Returns the paths in the file that match a path with wildcards, sorted as by `natural`.
+    """Returns the paths in the file that match a path with wildcards, sorted with numbers by their value.
 
     `parts` are the components of the path, between slashes. The keys of the result are the names that the wildcards
     match.

@@ -82,13 +82,17 @@ NOTHING = ValueMeaning()
 
 
 class _Unclear(Exception):
-    """Raised if the values cannot be decoded, such as for an attribute that is unclear. The message states why."""
+    """Raised if the values of a dataset cannot be decoded, for example if an attribute is unclear.
+
+    The message states the reason.
+    """
 
 
 def place_of_values(file: h5py.File, path: str) -> str:
-    """Returns the path of the dataset that contains the values: `path`, unless `path` is a group of anndata.
+    """Returns the path of the dataset that contains the values: `path` itself, unless anndata wrote a group there.
 
-    anndata stores a nullable array, or a column of categories, as a group that contains a dataset of values or codes.
+    The Python package anndata stores a nullable array, or a column of categories, as a group that contains a dataset of
+    values or codes.
     """
     import h5py
 
@@ -104,10 +108,11 @@ def place_of_values(file: h5py.File, path: str) -> str:
 def value_meaning(
     file: h5py.File, *, path: str, member: str | None, dtype: str, dataset: h5py.Dataset | None = None
 ) -> ValueMeaning:
-    """Returns what the file states about the numbers of a dataset, or of a member of its compound type.
+    """Returns what `file` states about the numbers of a dataset, or of a member of its compound type.
 
-    `path` is absolute and contains no soft links. `dtype` is the name of the numpy dtype of the stored elements.
-    `dataset` is the dataset at `path` if it is already open; None: it is opened.
+    For example, the file may state a scale, or which numbers stand for missing values. `path` is absolute and contains
+    no soft links. `dtype` is the name of the numpy dtype of the stored elements. `dataset` is the dataset at `path` if
+    it is already open; None: it is opened.
     """
     import h5py
 
@@ -123,10 +128,10 @@ def value_meaning(
             packing = _packing(dataset, dataset.attrs, np.dtype(dtype), found)
             if np.any(dataset.attrs.get("MATLAB_empty", 0)):
                 found.said.append("MATLAB_empty: it holds the dimensions of an empty array")
-                raise _Unclear("it holds the dimensions of an empty MATLAB array, not values")
+                raise _Unclear("the dataset holds the dimensions of an empty MATLAB array, not values")
             if "NAME" in dataset.attrs and text_of(dataset.attrs["NAME"]).startswith(_ONLY_A_DIMENSION):
                 found.said.append("it is a dimension of netCDF, not a variable")
-                raise _Unclear("it is a dimension of netCDF, which has a length but no values")
+                raise _Unclear("the dataset is a dimension of netCDF, which has a length but no values")
         _add_neighbours(file, dataset, path, member, found, packing)
         if has_attributes:
             _add_pandas(dataset.attrs, member, found, packing)
@@ -157,9 +162,9 @@ def meaning_of_strings(
 
 
 def _refuse(said: list[str], found: ValueMeaning) -> None:
-    """Adds texts about conventions other than CF to `found.said`. Raises _Unclear if there are such texts.
+    """Adds the texts `said`, about conventions other than CF, to `found.said`. Raises _Unclear if there are any.
 
-    These conventions are not decoded.
+    Values that follow these conventions are not decoded.
     """
     found.said += said
     if said:
@@ -172,7 +177,7 @@ def _add_pandas(
     """Adds to `found` and `packing` what the attributes of pandas state about integers.
 
     They may state that the integers are codes of categories, of which -1 is missing. They may state that the integers
-    are times: then raises _Unclear, since times are not decoded.
+    are times; then _Unclear is raised, since times are not decoded.
     """
     kind = pandas_kind(attributes, set(attributes), member)
     if kind == "category":
@@ -198,7 +203,7 @@ def _of_member(dataset: h5py.Dataset, member: str) -> dict[str, Any]:
             value = np.empty(0)
         if value.dtype.names is None:
             raise _Unclear(
-                f"its table has an attribute {name} = {_shown(dataset.attrs, name)}, which does not say for which of "
+                f"the table has an attribute {name} = {_shown(dataset.attrs, name)}, which does not say for which of "
                 "the members it is"
             )
         if member in value.dtype.names:
@@ -244,7 +249,7 @@ def _packing(
         else:
             found.unseen_default = says_nothing_else
     if packing.get("stored_as") == "uint64" and "float_dtype" not in packing and not packing["missing"]:
-        raise _Unclear("it is uint64 by _Unsigned, which torch cannot compute with")
+        raise _Unclear("the values are uint64 by _Unsigned, which torch cannot compute with")
     return packing
 
 
@@ -330,7 +335,7 @@ def _add_neighbours(
         found.changes = True
         if found.mask[1] is None and file[found.mask[0]].shape != dataset.shape:
             raise _Unclear(
-                f"its mask {found.mask[0]} has shape {file[found.mask[0]].shape}, not {dataset.shape}"
+                f"the mask {found.mask[0]} has shape {file[found.mask[0]].shape}, not {dataset.shape}"
             )
 
 
@@ -351,7 +356,10 @@ def _add_units(attributes: Any, found: ValueMeaning) -> None:
 
 
 def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float | None:
-    """Returns the default fill value of netCDF if the netCDF library has created the dataset with it, else None."""
+    """Returns the default fill value of netCDF, if the dataset was created by the netCDF library with this value.
+
+    Returns None otherwise. `stored` is the dtype of the dataset's elements.
+    """
     import h5py
 
     default = _DEFAULT_FILLS.get(stored.name)
@@ -370,7 +378,8 @@ def _default_fill(dataset: h5py.Dataset, stored: np.dtype[Any]) -> int | float |
 def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
     """Returns True if records of the dataset seem never to have been written.
 
-    That is so if no storage was allocated, or if the first, a middle or the last row contains the default fill value.
+    That is so if no storage was allocated, or if the first, a middle or the last row contains the default fill value
+    `default`.
     """
     if not dataset.id.get_storage_size():
         return True
@@ -381,9 +390,10 @@ def _may_be_unwritten(dataset: h5py.Dataset, default: Any) -> bool:
 
 
 def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int | float:
-    """Returns a number of an attribute as a value of the dtype `data`, which is `stored` after applying `_Unsigned`.
+    """Converts the number `value`, which an attribute contains, to the dtype `data`.
 
-    Raises _Unclear if the number cannot be stored.
+    `stored` is the dtype of the stored elements. `data` is the same dtype, but unsigned if the attribute `_Unsigned`
+    says so. Raises _Unclear if the number cannot be stored.
     """
     if stored.kind == "f":
         return float(stored.type(value))
@@ -400,16 +410,19 @@ def _as_stored(value: Any, *, stored: np.dtype[Any], data: np.dtype[Any]) -> int
 
 
 def _numbers(attributes: Any, name: str) -> list[Any]:
-    """Returns the numbers in an attribute as numpy scalars, also from texts. Raises _Unclear if there are none."""
+    """Returns the numbers in the attribute `name` as numpy scalars; texts that are numbers are converted.
+
+    Raises _Unclear if the attribute contains no numbers.
+    """
     try:
         value = attributes[name]
         array: NDArray[Any] = np.asarray(value).reshape(-1)
         if array.dtype.kind in "SUO":
             array = np.array([float(text_of(one)) for one in array.tolist()])
     except (TypeError, ValueError, OSError, RuntimeError, KeyError) as error:
-        raise _Unclear(f"its attribute {name} is not a number ({error})") from error
+        raise _Unclear(f"the attribute {name} is not a number ({error})") from error
     if array.dtype.kind not in "iufb" or not len(array):
-        raise _Unclear(f"its attribute {name} is {_shown(attributes, name)}, which is not a number")
+        raise _Unclear(f"the attribute {name} is {_shown(attributes, name)}, which is not a number")
     if array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     return list(array.astype(array.dtype.newbyteorder("=")))

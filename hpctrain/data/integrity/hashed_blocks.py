@@ -31,9 +31,10 @@ CONTENT_DIFFERS = "the content differs from its hash"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """One hashed block: the bytes start to stop - 1 of a field in a shard, in little-endian row-major form.
+    """A block of data that has a hash: bytes start to stop - 1 of a field's data in one shard.
 
-    `shard` is the index of the shard in the manifest, and `index` is the index of the block in the field.
+    The bytes are counted in the little-endian row-major form of the data. `shard` is the index of the shard in the
+    manifest, and `index` is the index of the block in the field.
     """
 
     shard: int
@@ -49,7 +50,7 @@ def is_hashed(manifest: Manifest, *, shard: int, field: str) -> bool:
 
 
 def blocks_of(manifest: Manifest) -> Iterator[Block]:
-    """Yields all hashed blocks of a dataset: shard by shard, and field by field within a shard."""
+    """Yields all blocks of a dataset that have a hash: shard by shard, and field by field within a shard."""
     for shard, entry in enumerate(manifest.shards):
         for field, stored in entry.fields.items():
             if is_hashed(manifest, shard=shard, field=field):
@@ -58,17 +59,21 @@ def blocks_of(manifest: Manifest) -> Iterator[Block]:
 
 
 def block_at(manifest: Manifest, *, shard: int, field: str, index: int) -> Block:
-    """Returns the block of index `index` of a field in a shard."""
+    """Returns the block of index `index` of a field in a shard. The manifest has one hash per block.
+
+    `shard` is the index of the shard in the manifest.
+    """
     start = index * manifest.block_bytes
     stop = min(start + manifest.block_bytes, manifest.shards[shard].fields[field].num_bytes)
     return Block(shard=shard, field=field, index=index, start=start, stop=stop)
 
 
 def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] | None) -> tuple[int, int]:
-    """Returns the indices, within the shard, of the first and the last sample that have bytes in the block.
+    """Returns the indices, within the shard, of the first and the last sample that have bytes in `block`.
 
-    If no sample has bytes in the block, returns the nearest sample. `windows` contains the index of the first token of
-    each of the shard's windows, int64, if the manifest lists windows; else it is None.
+    `block` is a range of a field's bytes with one hash. If no sample has bytes in the block, both are the index of the
+    nearest sample. If the manifest has a list of token windows, `windows` contains the index of the first token of each
+    window in the shard, int64; else it is None.
     """
     last = manifest.shards[block.shard].samples - 1
     spec = manifest.fields[block.field]
@@ -86,10 +91,12 @@ def samples_of(manifest: Manifest, block: Block, *, windows: NDArray[np.int64] |
 def blocks_touched(
     manifest: Manifest, *, field: str, rows: NDArray[np.int64], windows: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns for each sample the indices of the first and of the last block that contain bytes of the sample.
+    """Returns for each sample the indices of the first and of the last hashed block with bytes of the sample.
 
-    The result is two int64 arrays of shape (n,). `rows` are the indices of the samples within their shard: int64,
-    shape (n,). `windows` is as in `samples_of`.
+    The result is two int64 arrays of shape (n,). The field is divided into blocks of `manifest.block_bytes` bytes, each
+    of which has a hash. `rows` are the indices of the samples within their shard: int64, shape (n,). If the manifest
+    has a list of token windows, `windows` contains the index of the first token of each window in the shard, int64;
+    else it is None.
     """
     spec = manifest.fields[field]
     if manifest.tokens is None:
@@ -101,12 +108,12 @@ def blocks_touched(
 
 
 class BlockFile:
-    """Reads blocks of one shard by the same method as batches: directly, by decoding chunks, or through h5py.
+    """Reads blocks of one shard file, to compare them with their hashes. Thread-safe.
 
-    Thread-safe. If `path` is given, it leads to a copy of the file, and the copy is read. `cache_bytes` is the maximum
-    size of the cache of decoded chunks, which is useful because a chunk may overlap several blocks. The constructor
-    raises DataError (see `check_shard`) or OSError. The file is closed when the last reference to this object is
-    deleted.
+    Data is read as for batches: directly, by decoding chunks, or through h5py. If `path` is given, it leads to a copy
+    of the file, and the copy is read. `cache_bytes` is the maximum size of the cache of decoded chunks, which is useful
+    because a chunk may overlap several blocks. The constructor raises DataError (see `check_shard`) or OSError. The
+    file is closed when the last reference to this object is deleted.
     """
 
     def __init__(
@@ -144,19 +151,22 @@ class BlockFile:
         return ChunkedField(source, cache=self._cache, shard=0, name=FieldName(path=self.path, field=name))
 
     def _is_in_place(self, name: str) -> bool:
-        """Returns True if the field's bytes are in the file in the form that is hashed: contiguous, little-endian."""
+        """Returns True if the field `name` is contiguous and little-endian in the file, the form that is hashed."""
         layout, spec = self._layouts[name], self._manifest.fields[name]
         return layout.offset is not None and spec.kind == "array" and layout.dtype == spec.stored_dtype
 
     @property
     def has_chunks(self) -> bool:
-        """True if a field is not contiguous in the file, so that the structure hash covers the field's samples too."""
+        """True if a field is not contiguous in the file, but for example chunked.
+
+        The hash of the file's structure (the bytes outside contiguous fields) then covers the field's samples too.
+        """
         return any(stored.offset is None for stored in self._entry.fields.values())
 
     def structure_is_sound(self) -> bool:
-        """Returns True if the bytes outside contiguous datasets (HDF5 headers, chunks) match the structure hash.
+        """Returns True if the bytes outside contiguous datasets (HDF5 headers, chunks) match their hash.
 
-        Also returns True if there is no structure hash, or if the file was rewritten with other HDF5 tools, which
+        Also returns True if the manifest has no such hash, or if the file was rewritten with other HDF5 tools, which
         changes these bytes.
         """
         entry = self._entry
@@ -193,7 +203,7 @@ class BlockFile:
         return CONTENT_DIFFERS
 
     def _read(self, block: Block) -> memoryview | bytes:
-        """Returns the bytes of the block. They are fewer if the file ends before the block does."""
+        """Returns the bytes of the block. They are fewer if the file ends before the end of the block."""
         layout, stored = self._layouts[block.field], self._entry.fields[block.field]
         spec = self._manifest.fields[block.field]
         in_rows = not stored.whole or bool(layout.shape)
@@ -217,7 +227,7 @@ class BlockFile:
         return data[block.start - first * row_bytes : block.stop - first * row_bytes]
 
     def _some_rows(self, name: str, *, start: int, stop: int) -> NDArray[Any]:
-        """Returns rows start to stop - 1 of the field's HDF5 dataset."""
+        """Reads rows start to stop - 1 of the HDF5 dataset of the field `name`."""
         stored, layout = self._entry.fields[name], self._layouts[name]
         field = self._chunked.get(name)
         if field is None:
@@ -256,7 +266,7 @@ class BlockFile:
 
 
 Progress = Callable[[int, int], None]
-"""Function that is called with two numbers of bytes: those that this rank has done, and those of its whole share."""
+"""Function that is called with the number of bytes that this rank has checked, and with the size of its share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +375,7 @@ def _whole_shard(entry: ShardEntry, reason: str) -> Damage:
 
 
 def merge_damage(damages: list[Damage]) -> list[Damage]:
-    """Joins ranges of samples that overlap or are adjacent, and have the same shard, field and reason.
+    """Joins damaged ranges of samples that overlap or are adjacent, and have the same shard, field and reason.
 
     Only consecutive elements of the list are joined. The order is kept.
     """

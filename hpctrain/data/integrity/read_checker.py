@@ -44,7 +44,9 @@ _UNKNOWN, _SOUND, _DAMAGED = 0, 1, 2
 
 
 class CheckMode(str, Enum):
-    """When a block is hashed while a dataset is read.
+    """When a block of data is hashed and compared with the manifest while a dataset is read.
+
+    The manifest has one hash per block of consecutive bytes of a field.
 
     OFF: Never.
     FIRST_EPOCH: Once per process, at the first read of the block.
@@ -57,10 +59,10 @@ class CheckMode(str, Enum):
 
 
 class OnDamage(str, Enum):
-    """What to do if samples of a batch lie in a damaged block.
+    """What to do if samples of a batch are damaged: they lie in a block of data that differs from its hash.
 
     STOP: End the run.
-    SKIP: Leave these samples out of the batch, and count them.
+    SKIP: Leave the damaged samples out of the batch, and count them.
     """
 
     STOP = "stop"  # the run ends
@@ -80,12 +82,12 @@ class DamagedData(DataError):
 
 @final
 class BlockChecker:
-    """Hashes the blocks that contain the samples to be read. Thread-safe, also after a fork. Never communicates.
+    """Compares blocks of data with their hashes before samples in the blocks are read. Thread-safe, also after fork.
 
-    Strings and rows of variable length have no hashes, and are not checked. The attribute `damages` lists the damage
-    found so far, each block once. `place_of` takes the index of a shard. It returns the path of the copy from which
-    the shard is read, or None if the shard is read from `directory`. Raises DataError if a field of kind `array` has
-    no hashes.
+    The manifest has one hash per block of consecutive bytes of a field. Strings and rows of variable length have no
+    hashes, and are not checked. No method communicates between ranks. The attribute `damages` lists the damage found so
+    far, each block once. `place_of` takes the index of a shard. It returns the path of the copy from which the shard is
+    read, or None if the shard is read from `directory`. Raises DataError if a field of kind `array` has no hashes.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class BlockChecker:
         self._pid = os.getpid()  # last: a thread that reads it may use all of the above
 
     def before_read(self, shard_index: int, field_name: str, rows: NDArray[np.int64]) -> None:
-        """Checks the blocks of a field that contain the given samples of a shard.
+        """Compares the blocks of a field that contain the given samples of a shard with their hashes.
 
         In mode FIRST_EPOCH, blocks that were checked before are not read again. `rows` are the indices of the samples
         within the shard: int64, shape (n,). Raises DamagedData for the first damaged block, and DataError if the shard
@@ -147,10 +149,11 @@ class BlockChecker:
             self._whole.add(key)
 
     def sound(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Returns an array that is True for each sample that lies in no damaged block: bool, shape (n,).
+        """Returns an array that is True for each undamaged sample: bool, shape (n,).
 
-        `indices` are the indices of the samples in the dataset: int64, shape (n,). Raises DataError if a shard is
-        missing or truncated, and DamagedData if the HDF5 headers of a shard are damaged.
+        A sample is damaged if it lies in a block of data that differs from its hash. `indices` are the indices of the
+        samples in the dataset: int64, shape (n,). Raises DataError if a shard is missing or truncated, and DamagedData
+        if the HDF5 headers of a shard are damaged.
         """
         indices = np.asarray(indices, dtype=np.int64)
         sound = np.ones(len(indices), dtype=np.bool_)
@@ -179,9 +182,10 @@ class BlockChecker:
         return blocks_touched(self.manifest, field=field, rows=rows, windows=self._windows_of(shard))
 
     def _damaged(self, shard: int, field: str, *, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns those of `blocks` that are damaged, ascending.
+        """Returns those of the given blocks of a field that differ from their hashes, ascending.
 
-        In mode ALWAYS, all blocks are read and hashed, in mode FIRST_EPOCH only blocks that were not checked before.
+        `blocks` are the indices of the blocks. In mode ALWAYS, all of them are read and hashed, in mode FIRST_EPOCH
+        only those that were not checked before.
         """
         key = (shard, field)
         states = self._states.get(key)
@@ -259,7 +263,10 @@ class BlockChecker:
 
 
 def _union(first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the union of the ranges `first[i]` to `last[i]`, inclusive: ascending, without repeats."""
+    """Returns the integers that lie in at least one of the ranges first[i] to last[i], inclusive.
+
+    The result is ascending, without repeats.
+    """
     span = int((last - first).max())
     return np.unique(np.concatenate([np.minimum(first + step, last) for step in range(span + 1)]))
 
@@ -271,7 +278,11 @@ def make_checker(
     mode: CheckMode | str,
     place_of: Callable[[int], Path | None] = lambda shard: None,
 ) -> BlockChecker | None:
-    """Returns a checker that can be assigned to `Dataset.checker`, or None for mode "off". See `BlockChecker`."""
+    """Returns an object that checks samples for damage while they are read, or None for mode "off".
+
+    Assign the object to `Dataset.checker`. `place_of` takes the index of a shard, and returns the path of the copy from
+    which the shard is read, or None if the shard is read from `directory`.
+    """
     if CheckMode(mode) is CheckMode.OFF:
         return None
     return BlockChecker(directory, manifest, mode=mode, place_of=place_of)
@@ -280,11 +291,13 @@ def make_checker(
 def check_while_reading(dataset: Dataset, *, mode: CheckMode | str) -> None:
     """Makes a dataset compare its data with the hashes in the manifest while samples are read. Not collective.
 
-    If the dataset's locator returns a copy of a shard, the copy is checked.
+    If `dataset.locator` returns a copy of a shard, the copy is checked. The manifest has one hash per block of
+    consecutive bytes of a field.
 
     Args:
         dataset: The opened dataset.
-        mode: When to hash a block: "first-epoch" (at its first read in this process), "always", or "off".
+        mode: When to compare a block with its hash: "first-epoch" (at its first read in this process), "always", or
+            "off".
 
     Raises:
         DataError: If a field of kind `array` has no hashes, as after indexing without reading the content.
@@ -309,10 +322,11 @@ _TRIES = 3
 
 
 def without_damaged(plan: BatchPlan, *, sound: NDArray[np.bool_], keep_length: bool) -> BatchPlan:
-    """Returns `plan` without its damaged samples. The order is kept, and damaged samples are added to `num_skipped`.
+    """Returns a copy of `plan`, a rank's part of a batch, without the damaged samples.
 
-    `sound` is True for each undamaged sample: bool, shape of `plan.indices`. With `keep_length`, undamaged samples
-    are repeated as padding until there are as many rows as before. If all samples are damaged, no rows remain.
+    The order of the samples is kept, and the number of damaged samples is added to `num_skipped`. `sound` is True for
+    each undamaged sample: bool, shape of `plan.indices`. With `keep_length`, undamaged samples are repeated as padding
+    until there are as many rows as before. If all samples are damaged, no rows remain.
     """
     real = plan.indices[: plan.num_samples][sound[: plan.num_samples]]
     padding = plan.indices[plan.num_samples :][sound[plan.num_samples :]]
@@ -334,11 +348,15 @@ def read_around_damage(
     sound: Callable[[NDArray[np.int64]], NDArray[np.bool_]],
     keep_length: bool,
 ) -> tuple[BatchPlan, T]:
-    """Reads the undamaged samples of `plan`. Returns the plan of the samples that were read, and the result of `read`.
+    """Reads the undamaged samples of a rank's part of a batch. Returns two values: a plan, and the data.
 
-    `read` takes sample indices and returns their data. `sound` does the same as `BlockChecker.sound`. Raises
-    DamagedData if the headers of a shard are damaged. Also raises DamagedData if `read` finds damage three times, but
-    `sound` then finds no damage. Raises DataError if a shard is missing or truncated.
+    The returned plan lists the samples that were read, and the data is the result of `read`. `plan` lists the samples
+    to read. `read` takes sample indices and returns their data, or raises DamagedData. `sound` takes sample indices and
+    returns an array that is True for each undamaged sample. With `keep_length`, undamaged samples are repeated as
+    padding, so that the number of rows is kept.
+
+    Raises DamagedData if the headers of a shard are damaged. Also raises DamagedData if three times `read` finds
+    damage, but `sound` finds none. Raises DataError if a shard is missing or truncated.
     """
     tries = 0
     while True:

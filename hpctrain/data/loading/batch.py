@@ -86,8 +86,8 @@ class Batch:
         """Splits the batch into micro-batches whose sizes differ by at most one row.
 
         The weights of the micro-batches add up to `weight`. If the batch has fewer rows than parts, some micro-batches
-        are empty, so that every rank has the same number of micro-batches. Padding rows are split like other rows: the
-        last micro-batches may consist of padding only.
+        are empty, so that every rank has `num_parts` micro-batches. Padding rows are split like other rows: the last
+        micro-batches may consist of padding only.
 
         Args:
             num_parts: Number of micro-batches, at least 1.
@@ -226,7 +226,7 @@ def batches_on(
 
 
 def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[[T], None]) -> Iterator[T]:
-    """Yields `begin(item)` for each item of `source`. Calls `begin` for item k + 1 before item k is yielded.
+    """Yields the result of `begin(item)` for each item of `source`. Begins item k + 1 before it yields item k.
 
     `finish` is called with each result of `begin`, before the next item is begun. An error of `source` or `begin` for
     an item is raised when this item would be yielded.
@@ -244,9 +244,9 @@ def one_ahead(source: Iterator[T], *, begin: Callable[[T], T], finish: Callable[
 
 
 def _begun(source: Iterator[T], begin: Callable[[T], T]) -> tuple[T] | Exception | None:
-    """Takes the next item of `source` and returns the result of `begin` for it, in a tuple.
+    """Takes the next item of `source`, calls `begin(item)`, and returns its result in a tuple of one element.
 
-    Returns the error that was raised, if any, and None at the end of `source`.
+    If `source` or `begin` raises an error, the error is returned instead. Returns None at the end of `source`.
     """
     try:
         for item in source:

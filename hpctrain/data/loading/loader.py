@@ -63,7 +63,7 @@ class InputWatch(Protocol):
         """Returns a context in which the caller waits. `describe` returns in words what the caller waits for."""
 
     def making(self, what: str) -> AbstractContextManager[None]:
-        """Returns a context in which this thread does `what`, in code that may hold Python's interpreter lock."""
+        """Returns a context for work of this thread that may hold Python's interpreter lock. `what` names the work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +77,11 @@ class _Stage:
 
 @final
 class InProgress:
-    """Records what each thread does for which batch, for messages about a batch that takes too long. Thread-safe.
+    """Records which thread is making which batch, for messages about a batch that takes too long. Thread-safe.
 
     `where` takes the identifier of a thread and returns the process in which the thread's batch is transformed, in
-    words, or "" if the thread itself transforms the batch. `watch` is informed of each stage.
+    words, or "" if the thread itself transforms the batch. `watch` is informed of each step (`stage`) that runs in this
+    process.
     """
 
     def __init__(self, where: Callable[[int], str], *, watch: InputWatch | None = None) -> None:
@@ -90,7 +91,10 @@ class InProgress:
 
     @contextlib.contextmanager
     def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
-        """Context: this thread does what `text` says for the batch of `plan`. reads: True if it reads samples."""
+        """Returns a context in which this thread does what `text` says for the batch of `plan`.
+
+        `reads` is True if the thread reads samples, False if it transforms the batch.
+        """
         thread = threading.get_ident()
         self._stages[thread] = _Stage(
             plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
@@ -109,7 +113,7 @@ class InProgress:
             del self._stages[thread]
 
     def describe(self, *, epoch: int, span: PositionRange) -> str:
-        """Returns in words what is being done for the batch at positions `span` of an epoch.
+        """Returns in words what is being done for the batch of the samples at positions `span` of an epoch.
 
         If no thread has begun that batch, the text says so, and says what is being done for other batches.
         """
@@ -121,7 +125,7 @@ class InProgress:
         return f"{wanted}, which are not begun; {self.describe_all()}"
 
     def describe_all(self) -> str:
-        """Returns in words what is being done for up to four batches, the longest-running first."""
+        """Returns in words what the loader is doing for up to four batches; the one that takes longest comes first."""
         stages = sorted(self._stages.copy().values(), key=lambda stage: stage.since)
         texts = [
             f"samples from {stage.plan.start} of epoch {stage.plan.epoch} on: {self._text(stage)}"
@@ -151,8 +155,8 @@ def _describe_indices(plan: BatchPlan) -> str:
 class LoaderState:
     """Position of a loader, saved as JSON values and valid for any number of ranks.
 
-    `position` is the number of samples of the epoch that all ranks together have consumed. `order` is the name of an
-    `OrderSpec`, and `num_samples` the number of samples of the dataset.
+    `position` is the number of samples of the epoch that all ranks together have consumed. `order` is the name of the
+    order in which samples are read (`OrderSpec.name`), and `num_samples` the number of samples of the dataset.
     """
 
     order: str
@@ -173,14 +177,17 @@ class LoaderState:
             value: Any = document.get(field.name) if isinstance(document, Mapping) else None
             if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
                 raise DataError(
-                    f"this is not a state of a loader: its {field.name} is {value!r}, not "
+                    f"this is not a state of a loader: the entry {field.name} is {value!r}, not "
                     f"{'a string' if kind is str else 'an integer of at least 0'}; pass what state_dict() returned"
                 )
             values[field.name] = value
         return cls(**values)
 
     def check_fits(self, *, order: str, num_samples: int) -> None:
-        """Raises DataError if the state belongs to another order or another number of samples."""
+        """Raises DataError if the state was saved with another sample order, or another number of samples.
+
+        `order` and `num_samples` are those of the loader that is to resume; `order` is a name (`OrderSpec.name`).
+        """
         if self.order != order:
             raise DataError(
                 f"the state was saved with order {self.order!r}, this loader has {order!r}, in which the same position "
@@ -308,7 +315,7 @@ class Loader:
         """Total time that the consumer has waited for batches, in seconds, over all epochs."""
         self.current_epoch = 0
         self.position = 0
-        """Number of samples, over all ranks, in the batches of the current epoch that were returned so far."""
+        """Number of samples, over all ranks, that the current epoch has returned so far."""
         self._continues = False
         self._check()
         # Computed from the largest part of any rank, so that all ranks prefetch the same number of batches.
@@ -392,8 +399,8 @@ class Loader:
             epoch: Number of the epoch, from 0.
             start: Position of the first batch: the number of samples of the epoch that all ranks together have
                 consumed before.
-            every: With the value n only each n-th batch is taken, the first at `start`. So n readers can share an
-                epoch.
+            every: With the value n the iterator returns only each n-th batch, beginning with the batch at `start`. So n
+                readers can share an epoch.
 
         Returns:
             The iterator.
@@ -425,7 +432,7 @@ class Loader:
         return contextlib.nullcontext() if self._watch is None else self._watch.during(describe)
 
     def _say_unfinished(self) -> None:
-        """Prints a line to stderr if threads are still making batches of an epoch that was ended early."""
+        """Prints a warning to stderr if threads are still making batches of an epoch that was ended early."""
         if any(threads.unfinished() for threads in self._threads):
             print(
                 f"hpctrain: rank {self.rank} does not wait for batches that are still being made, and that nobody "
@@ -443,7 +450,11 @@ class Loader:
         self._threads = [threads for threads in self._threads if not threads.have_ended]
 
     def _source(self, plan: EpochPlan) -> Prefetch[Batch] | InStep[Batch]:
-        """Returns an iterator that makes the batches of `plan`. The threads of a `Prefetch` start at once."""
+        """Returns an iterator over the batches of `plan`: an `InStep` if the dataset is collective, else a `Prefetch`.
+
+        A `Prefetch` makes batches in advance, in threads that start at once. An `InStep` makes each batch when it is
+        requested.
+        """
         read_ahead = read_ahead_for(self.dataset, plan.order, start=plan.start)
         order = ahead_for(plan.order, num_ranks=self.num_ranks)
 
@@ -466,7 +477,7 @@ class Loader:
         self.wait_s += seconds
 
     def _move_to(self, batch: Batch) -> None:
-        """Sets the position to the end of `batch`, which is about to be returned."""
+        """Sets the loader's position to the end of `batch`. Called just before `batch` is returned to the consumer."""
         self.position = batch.stop
 
     def __iter__(self) -> Iterator[Batch]:
@@ -482,7 +493,10 @@ class Loader:
         return iter(self.epoch(self.current_epoch, start=self.position))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last returned batch, as JSON values, the same on every rank."""
+        """Returns the loader's position in the data, after the last returned batch, as JSON values.
+
+        The result is the same on every rank.
+        """
         return LoaderState(
             order=self.order.name,
             num_samples=self.dataset.num_samples,
@@ -515,7 +529,10 @@ class Loader:
         return self.batches_per_epoch
 
     def prefetch_bound(self) -> ByteBound[Batch]:
-        """Returns the limit on prefetched bytes. The size of a transformed batch is unknown until a batch is made."""
+        """Returns the limit on the total size of the batches that are ready or being made.
+
+        With a transform the expected size of a batch is None, since it is unknown until the first batch is made.
+        """
         copies = 0 if self._transformer is None else self._transformer.input_copies
         return ByteBound(
             max_bytes=self.prefetch_bytes,
@@ -528,8 +545,8 @@ class Loader:
         """Makes this rank's part of one global batch. The loader's threads call this method once per batch.
 
         Args:
-            order: Order of the epoch.
-            span: Positions of the global batch in the epoch.
+            order: Maps positions in the epoch to samples.
+            span: The positions in the epoch that make up the global batch.
 
         Returns:
             The batch.
@@ -580,7 +597,7 @@ class Loader:
         )
 
     def _tensors(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Returns the tensors of all fields, of shape (len(indices), *sample_shape)."""
+        """Reads the samples `indices`, and returns a tensor of shape (len(indices), *sample_shape) for each field."""
         # The input of a transform is not copied to the GPU, so it need not be pinned.
         pin = self._pin and self._transformer is None
         tensors, direct = {}, {}

@@ -59,7 +59,7 @@ class ByteBound(Generic[T]):
 class _Shared(Generic[T]):
     """State that a `Prefetch` shares with its threads.
 
-    It has no reference to the `Prefetch`, so that the `Prefetch` can be garbage-collected while threads run.
+    This object has no reference to the `Prefetch`, so that the `Prefetch` can be garbage-collected while threads run.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class _Shared(Generic[T]):
         self.stopped = False
 
     def _reserve_bytes(self) -> int:
-        """Returns the number of bytes to reserve for the next item while it is made."""
+        """Returns the number of bytes that count towards the memory limit while the next item is being made."""
         if self.bound is None:
             return 0
         return self.bound.making_bytes + (self.largest_bytes or 0)
@@ -97,9 +97,9 @@ class _Shared(Generic[T]):
         self.held_bytes[number] = num_bytes
 
     def claim(self) -> int | None:
-        """Waits until the next item fits the bound, and returns the index of that item.
+        """Waits until the memory limit allows to make the next item, and returns the index of that item.
 
-        Returns None if no item remains, or after `stop`.
+        Returns None if no item remains to be made, or after `stop`.
         """
         with self.condition:
             while not self.stopped and self.next_item < self.num_items and not self._fits():
@@ -107,7 +107,10 @@ class _Shared(Generic[T]):
             return self._claim_now()
 
     def _claim_now(self) -> int | None:
-        """Returns the index of the next item if that item fits the bound now, else None. The caller holds the lock."""
+        """Returns the index of the next item to make, or None if the memory limit does not allow to make it now.
+
+        Also returns None if no item remains, or after `stop`. The caller must hold the lock.
+        """
         if self.stopped or self.next_item >= self.num_items or not self._fits():
             return None
         self._hold(self.next_item, self._reserve_bytes())
@@ -115,7 +118,7 @@ class _Shared(Generic[T]):
         return self.next_item - 1
 
     def put(self, number: int, item: T | BaseException) -> None:
-        """Stores the item of index `number`, or the error that was raised while it was made, for `take`."""
+        """Stores the item of index `number`, or the error that was raised while it was made. See `take`."""
         num_bytes = 0
         if self.bound is not None and not isinstance(item, BaseException):
             num_bytes = self.bound.num_bytes(item)
@@ -171,7 +174,7 @@ def _work(shared: _Shared[T]) -> None:
 
 
 class MakingThreads:
-    """The threads of a `Prefetch`.
+    """The threads with which a `Prefetch` makes items in advance.
 
     This object has no reference to the `Prefetch`, so that the `Prefetch` can be garbage-collected while threads run.
     """
@@ -190,7 +193,7 @@ class MakingThreads:
 
 
 def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
-    """Stops the threads and waits for them, for up to `_ENDING_MAY_TAKE_S` seconds."""
+    """Tells the threads to stop, and waits for them for at most `_ENDING_MAY_TAKE_S` seconds."""
     shared.stop()
     # The garbage collector may run in one of the threads, which cannot join itself.
     if threading.current_thread() not in threads:
@@ -202,11 +205,11 @@ def _end(shared: _Shared[T], threads: list[threading.Thread]) -> None:
 class Prefetch(Generic[T]):
     """Iterator over make(0), ..., make(num_items - 1). Threads call `make` before the items are requested.
 
-    At most `depth` items are ready or being made at any time, and their size is limited by `bound`. An exception of
-    `make` is raised when its item is requested, and ends the iteration. `close()` stops the threads and waits up to
-    5 s for them. `close()` is also called at the end of a `with` block, and when the iterator is garbage-collected.
-    With `help_make`, a thread that waits for an item makes items itself. This uses one more core, and items made in
-    this thread need not be passed between threads.
+    At most `depth` items are ready or being made at any time. `bound` limits their total size in bytes. An exception of
+    `make` is raised when its item is requested, and ends the iteration. `close()` stops the threads and waits up to 5 s
+    for them. `close()` is also called at the end of a `with` block, and when the iterator is garbage-collected. With
+    `help_make`, a thread that waits for an item makes items itself. This uses one more core, and items made in this
+    thread need not be passed between threads.
     """
 
     def __init__(
@@ -299,9 +302,9 @@ class EpochPlan:
     Attributes:
         order: Maps positions in the epoch to samples.
         start: Position of the first batch, in samples over all ranks.
-        every: Distance of consecutive batches, in batches: with n, only each n-th global batch is read.
+        every: With the value n the rank reads only each n-th global batch.
         global_batch: Number of samples of all ranks in one batch.
-        num_batches: Number of batches that are read.
+        num_batches: Number of batches that the rank reads.
     """
 
     order: Order
@@ -311,7 +314,10 @@ class EpochPlan:
     num_batches: int
 
     def span(self, number: int) -> PositionRange:
-        """Returns the positions of the batch of index `number`. The last batch of an epoch may be shorter."""
+        """Returns the range of positions in the epoch that make up the batch of index `number`.
+
+        The last batch of an epoch may be shorter.
+        """
         first = self.start + number * self.every * self.global_batch
         return PositionRange(first, min(first + self.global_batch, self.order.num_samples))
 
@@ -398,9 +404,10 @@ class CachedRange(NamedTuple):
 
 
 class ReadAhead:
-    """Asks the kernel to read blocks into the page cache before they are needed. Thread-safe.
+    """Asks the kernel to read data into the page cache before it is needed (posix_fadvise). Thread-safe.
 
-    One object serves one epoch of one loader, from position `start` on.
+    It is used with an order that reads blocks of consecutive samples, mixed within windows of several blocks
+    (`BlockOrder`). One object serves one epoch of one loader, from position `start` on.
     """
 
     def __init__(self, dataset: Dataset, *, order: BlockOrder, start: int = 0) -> None:
@@ -412,9 +419,10 @@ class ReadAhead:
         self._lock = threading.Lock()
 
     def before(self, span: PositionRange) -> None:
-        """Asks the kernel to read the windows of positions `span`, and the window after them.
+        """Asks the kernel to read ahead for the samples at positions `span` of the epoch.
 
-        Windows that were requested before are left out. Call this method before the samples at `span` are read.
+        Requests the windows (groups of sample blocks that are mixed) that contain these positions, and the window after
+        them. Windows that were requested before are left out. Call this method before the samples at `span` are read.
         """
         reached = self._order.windows_of(*span)
         if not reached:
@@ -428,7 +436,10 @@ class ReadAhead:
             _ask(self._directory, list(self.byte_ranges(window)))
 
     def byte_ranges(self, window: int) -> Iterator[CachedRange]:
-        """Yields the byte ranges of the blocks of a window, for the fields that are contiguous in the files. Pure."""
+        """Yields the byte ranges of the samples of a window, for the fields that are contiguous in the files. Pure.
+
+        `window` is the index of a window, a group of sample blocks that are mixed with each other.
+        """
         for block in self._order.blocks_of(window):
             shard = int(np.searchsorted(self._first_samples, block.start, side="right")) - 1
             while shard < len(self._manifest.shards) and self._first_samples[shard] < block.stop:
@@ -439,9 +450,10 @@ class ReadAhead:
 
 
 def read_ahead_for(dataset: object, order: Order, *, start: int = 0) -> ReadAhead | None:
-    """Returns the `ReadAhead` of an epoch, or None if reading ahead cannot help.
+    """Returns an object that reads ahead for an epoch, from position `start` on, or None if that cannot help.
 
-    Reading ahead helps only with a `BlockOrder`, and not with token windows that are split at documents.
+    Reading ahead helps only if `order` is a `BlockOrder`, and not for token windows that must not cross the start of a
+    document.
     """
     if not isinstance(dataset, Dataset) or not isinstance(order, BlockOrder) or dataset.manifest.is_split:
         return None
@@ -482,9 +494,9 @@ def _ask(directory: Path, byte_ranges: list[CachedRange]) -> None:
 
 
 def _is_cached(descriptor: int, part: CachedRange) -> bool:
-    """Returns True if the first, the middle and the last byte of the range are in the page cache.
+    """Returns True if the first, the middle and the last byte of `part` are in the page cache.
 
-    Returns False if the filesystem cannot tell.
+    `part` is a byte range of the file with the given descriptor. Returns False if the filesystem cannot tell.
     """
     byte = bytearray(1)
     try:

@@ -46,8 +46,9 @@ _NO_POSITION = -1
 class EpochStart:
     """Position at which an iteration over a `TorchIterableDataset` begins.
 
-    `position` is the position of the first batch, in samples over all ranks, from a loaded state. It is None at the
-    start of an epoch. `num_workers` is the number of DataLoader workers that shared the epoch when the state was saved.
+    `position` is the position of the first batch in the epoch, in samples over all ranks, if a saved state was loaded.
+    It is None if the iteration begins at the start of the epoch. `num_workers` is the number of DataLoader workers that
+    shared the epoch when the state was saved.
     """
 
     epoch: int = 0
@@ -55,7 +56,11 @@ class EpochStart:
     num_workers: int = 1
 
     def first_position(self, number: int, *, num_workers: int, global_batch: int) -> int:
-        """Returns the position of the first batch of the worker of index `number`. Pure."""
+        """Returns the position in the epoch of the first batch of one DataLoader worker. Pure.
+
+        `number` is the index of the worker, `num_workers` the number of workers, and `global_batch` the number of
+        samples of all ranks in one batch.
+        """
         if self.position is None:
             return number * global_batch
         # The position of a single reader is that of all workers; positions of several workers are each worker's own.
@@ -63,7 +68,10 @@ class EpochStart:
 
 
 class SharedEpoch:
-    """The `EpochStart` that the main process has set last, in memory shared with DataLoader's workers."""
+    """Memory shared by the main process and DataLoader's workers, with the newest start of an epoch (`EpochStart`).
+
+    The main process sets the start, and the workers read it.
+    """
 
     def __init__(self) -> None:
         self._values = _shared(torch.tensor([0, 0, _NO_POSITION, 1, _NO_POSITION, 0]))
@@ -84,7 +92,10 @@ class SharedEpoch:
         return self._owner == os.getpid()
 
     def set(self, start: EpochStart) -> None:
-        """Makes a start visible to this process's workers. Call it only in the process that created this object."""
+        """Tells the workers of this process that their next iteration begins at `start`.
+
+        Call this only in the process that created this object.
+        """
         self._values[_EPOCH] = start.epoch
         self._values[_POSITION] = _NO_POSITION if start.position is None else start.position
         self._values[_WORKERS] = start.num_workers
@@ -92,9 +103,9 @@ class SharedEpoch:
         self._values[_VERSION] = self._seen  # last: a worker then finds the other values
 
     def changed(self) -> EpochStart | None:
-        """Returns the start that was set since the last call, or at the first call since this worker was created.
+        """Returns the newest `EpochStart`, if it was set since the last call in this process; else None.
 
-        Returns None if no start was set since then.
+        In a new worker the first call counts from the creation of the worker.
         """
         version, epoch, position, num_workers, *_ = self._values.tolist()
         if version == self._seen:
@@ -105,16 +116,19 @@ class SharedEpoch:
         )
 
     def begin(self) -> None:
-        """Records that a worker has begun an iteration at the newest start."""
+        """Records that a worker has begun to iterate from the newest `EpochStart`."""
         self._values[_BEGUN] = self._seen
 
     @property
     def has_begun(self) -> bool:
-        """True if a worker has begun an iteration at the newest start."""
+        """True if a worker has begun to iterate from the newest `EpochStart`."""
         return int(self._values[_BEGUN]) == self._seen
 
     def warn_of_repetition(self, epoch: int) -> None:
-        """Prints a warning, once, that a new worker begins at the same place as the workers before it."""
+        """Prints a warning, once, that new DataLoader workers read an epoch again, in the same order.
+
+        `epoch` is the number of the epoch.
+        """
         if not int(self._values[_WARNED]):
             self._values[_WARNED] = 1
             print(
@@ -182,7 +196,7 @@ class TorchMapDataset(TorchDataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Returns several samples, which are read together. For each field they are views of one array.
+        """Returns several samples, which are read together. The samples are views of one array per field.
 
         DataLoader calls this method once per batch.
         """
@@ -245,9 +259,9 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
             self._shared.set(start)
 
     def _own_shared(self) -> None:
-        """Creates new shared memory in a process that got this dataset from another process but is not a worker.
+        """Creates new memory to share with DataLoader workers, if another process created this dataset's memory.
 
-        Such a process may start workers of its own.
+        Does nothing in a worker. Other processes that received this dataset may start workers of their own.
         """
         if get_worker_info() is None and not self._shared.is_own:
             self._shared = SharedEpoch()
@@ -287,8 +301,8 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last batch, as JSON values. torchdata's StatefulDataLoader calls this method.
 
-        If the workers of a plain DataLoader make the batches, the main process does not know the workers' position.
-        There this method returns the start of the workers' epoch, with a warning.
+        If the workers of a plain DataLoader make the batches, the main process does not know the workers' position. In
+        that case this method returns the start of the workers' epoch, with a warning.
         """
         if get_worker_info() is None and self._position is None and self._shared.has_begun:
             warnings.warn(
@@ -319,12 +333,15 @@ class TorchIterableDataset(IterableDataset[dict[str, torch.Tensor]]):
                 of workers.
         """
         if not isinstance(state, Mapping) or not {"place", "begun", "num_workers"} <= set(state):
-            raise DataError("this is not a state of a dataset: pass what its state_dict() returned")
+            raise DataError("this is not a state of a dataset: pass what the dataset's state_dict() returned")
         loader = self._loader()
         place = LoaderState.of_json(state["place"])
         place.check_fits(order=loader.order.name, num_samples=loader.dataset.num_samples)
         if place.seed != loader.seed:
-            raise DataError(f"the state was saved with seed {place.seed}, the dataset has seed {loader.seed}")
+            raise DataError(
+                f"the state was saved with seed {place.seed}, the dataset has seed {loader.seed}: "
+                "use the seed of the state"
+            )
         if state["begun"] and state["num_workers"] != _worker()[1]:
             raise DataError(
                 f"the state was saved in the middle of an epoch by {state['num_workers']} workers, now there are "

@@ -29,7 +29,9 @@ _COMPARED_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteRanges:
-    """Byte ranges of a file that a rank reads. The ranges are disjoint and together contain all requested pieces.
+    """Byte ranges of a file that a rank reads, which are disjoint and together contain all requested pieces.
+
+    A piece is the data of one field of one sample.
 
     Attributes:
         offsets: File offset of each range in bytes: int64, shape (n,), ascending.
@@ -47,9 +49,9 @@ class ByteRanges:
         return int(self.lengths.sum())
 
     def rounds(self, *, max_bytes: int = _ROUND_BYTES) -> list[list[tuple[int, int]]]:
-        """Returns the ranges in portions of at most `max_bytes` bytes. A portion is a list of (offset, length).
+        """Divides the byte ranges into portions of at most `max_bytes` bytes, each a list of (offset, length).
 
-        Ranges that do not fit into a portion are divided.
+        A range that does not fit into the rest of a portion is divided.
         """
         portions: list[list[tuple[int, int]]] = []
         free_bytes = 0
@@ -65,7 +67,7 @@ class ByteRanges:
 
 
 def merge_pieces(starts: NDArray[np.int64], *, lengths: NDArray[np.int64]) -> ByteRanges:
-    """Returns the byte ranges of pieces of a file. Pieces that touch or overlap become one range. Pure.
+    """Merges pieces of a file that touch or overlap, and returns the resulting byte ranges. Pure.
 
     `starts` are the file offsets of the pieces and `lengths` their lengths, in bytes: int64, shape (n,), in any order.
     """
@@ -222,9 +224,10 @@ class CollectiveDataset:
     def _check_end(
         self, entry: ShardEntry, *, portion: list[tuple[int, int]], read: NDArray[np.uint8]
     ) -> None:
-        """Compares the last bytes that MPI read with the file. Raises DataError if they differ.
+        """Compares the end of what MPI has read with the bytes in the file. Raises DataError if they differ.
 
-        Faulty modules of Open MPI omit bytes at the end of a read.
+        `portion` lists the byte ranges (offset, length) that were read, and `read` contains their bytes. Faulty modules
+        of Open MPI omit bytes at the end of a read.
         """
         offset, length = portion[-1]
         length = min(length, _COMPARED_BYTES)
@@ -246,7 +249,11 @@ class CollectiveDataset:
             )
 
     def _plan(self, indices: NDArray[np.int64]) -> dict[int, tuple[NDArray[np.int64], ByteRanges]]:
-        """Returns, by index of the shard, the batch rows of the shard's samples, and the byte ranges to read."""
+        """Finds out what to read for the samples `indices`. Returns a dict by index of the shard.
+
+        For each shard it contains the batch rows of the shard's samples, and the byte ranges to read from the shard's
+        file.
+        """
         if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= self.num_samples):
             raise DataError(
                 f"samples {indices.min()} to {indices.max()} were requested from {self.dataset.directory}, "
@@ -268,7 +275,7 @@ class CollectiveDataset:
         return needed
 
     def _check_size(self, entry: ShardEntry) -> None:
-        """Raises DataError if a file has not the size in the manifest.
+        """Raises DataError if the file of a shard does not have the size that the manifest states.
 
         MPI-IO (Open MPI 4.1) would report success for reads beyond the end of a file.
         """
@@ -305,9 +312,10 @@ class CollectiveDataset:
 
 
 def _bytes_of_rows(manifest: Manifest, *, entry: ShardEntry, name: str) -> tuple[int, int, int]:
-    """Returns where the samples of a field are in a shard's file, in bytes.
+    """Returns where the samples of the field `name` are in a shard's file: three numbers of bytes.
 
-    These are the file offset of the first sample, the distance between the starts of samples, and the size of a sample.
+    The numbers are the file offset of the first sample, the distance between the starts of samples, and the size of a
+    sample.
     """
     stored, spec = entry.fields[name], manifest.fields[name]
     assert stored.offset is not None  # checked by `open`

@@ -33,7 +33,10 @@ _READS_IN_FLIGHT = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """dtype, and shape in one sample, of an array of the store: a field, or the lengths of a ragged field."""
+    """dtype, and shape in one sample, of an array that is held in memory.
+
+    The array contains a field of all samples, or the lengths of a ragged field (samples of different lengths).
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -45,10 +48,10 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreLayout:
-    """States which rank holds which samples, and at which offsets in the rank's memory. Pure.
+    """States which rank holds which samples of a dataset in memory, and at which offsets. Pure.
 
-    Each rank holds a contiguous share of the samples, as `rank_share` returns it. In the memory of a rank the arrays
-    follow one after another, each aligned to a cache line.
+    Each rank holds a contiguous share of the samples; the sizes of the shares differ by at most one sample. In the
+    memory of a rank the arrays follow one after another, each aligned to a cache line.
     """
 
     arrays: Mapping[str, Stored]
@@ -59,11 +62,11 @@ class StoreLayout:
         return rank_share(0, self.num_samples, rank=rank, num_ranks=self.num_ranks)
 
     def num_bytes(self, rank: int) -> int:
-        """Returns the number of bytes that the store uses in the memory of `rank`."""
+        """Returns the number of bytes that the samples held by `rank` take in its memory."""
         return self._place(rank, name=None)
 
     def offset(self, rank: int, *, name: str) -> int:
-        """Returns the offset in bytes of the array called `name` in the memory of `rank`."""
+        """Returns the offset in bytes, in the memory of `rank`, of the array called `name`: a field, or its lengths."""
         return self._place(rank, name=name)
 
     def _place(self, rank: int, *, name: str | None) -> int:
@@ -75,7 +78,10 @@ class StoreLayout:
         return place
 
     def holders(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns for each sample the rank that holds it: int64, shape (n,), which is the shape of `indices`."""
+        """Returns for each sample the rank that holds it in memory: int64, shape (n,).
+
+        `indices` are the indices of the samples in the dataset: integers, shape (n,).
+        """
         share, extra = divmod(self.num_samples, self.num_ranks)
         larger = extra * (share + 1)
         return np.where(
@@ -84,9 +90,10 @@ class StoreLayout:
 
 
 def runs(indices: NDArray[np.int64], *, holders: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Divides `indices` into runs of consecutive samples on one rank, so that each run takes one read. Pure.
+    """Divides `indices` into runs of consecutive samples that one rank holds. A run can be read at once. Pure.
 
-    Yields (start, stop) of each run: the run consists of indices[start:stop]. `holders` is the rank of each sample.
+    Yields (start, stop) of each run: the run consists of indices[start:stop]. `holders` contains, for each sample, the
+    rank that holds it.
     """
     broken = (np.diff(indices) != 1) | (np.diff(holders) != 0)
     edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(indices)]
@@ -182,7 +189,7 @@ class MemoryStore:
     def gather(
         self, indices: NDArray[np.int64], *, out: Mapping[str, NDArray[Any]] | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Reads samples by index from the memory of all ranks, with the result of `Dataset.gather`. Not collective.
+        """Reads samples by index from the memory of all ranks. Returns the same as `Dataset.gather`. Not collective.
 
         Args:
             indices: Indices of the samples in the dataset: int64, shape (n,).
@@ -268,7 +275,7 @@ class MemoryStore:
             memory.flush()
 
     def _place(self, holder: int) -> tuple[int, dict[str, int]]:
-        """Returns the index of the first sample that a rank holds, and the offset in bytes of each array there."""
+        """Returns the first sample that rank `holder` holds, and the offset in bytes of each array in its memory."""
         place = self._places.get(holder)
         if place is None:
             offsets = {name: self.layout.offset(holder, name=name) for name in self.layout.arrays}
@@ -293,7 +300,10 @@ class MemoryStore:
 
 
 def _layout(dataset: Samples, *, num_ranks: int) -> StoreLayout:
-    """Returns the layout of a store for the arrays that `dataset.gather` returns: fields and lengths of ragged ones."""
+    """Returns which samples of `dataset` each of `num_ranks` ranks holds in memory, and at which offsets.
+
+    The arrays are those that `dataset.gather` returns: the fields, and the lengths of ragged fields.
+    """
     first = dataset.gather(np.zeros(1, dtype=np.int64))
     arrays = {name: Stored(dtype=array.dtype, shape=tuple(array.shape[1:])) for name, array in first.items()}
     return StoreLayout(arrays=arrays, num_samples=dataset.num_samples, num_ranks=num_ranks)

@@ -37,7 +37,11 @@ _STAGER_LOCK = ".stager.lock"
 
 @dataclass(frozen=True, kw_only=True)
 class StagedFile:
-    """One file of the dataset: its path, the name of its copy in the folder, and its entries in the manifest."""
+    """A file of a dataset that is copied to node-local storage.
+
+    `source` is the path of the original file, `name` the file name of the copy, and `entries` are the entries of the
+    file in the manifest.
+    """
 
     source: Path
     name: str
@@ -49,7 +53,10 @@ class StagedFile:
 
 
 def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile], list[int]]:
-    """Returns the list of files of a dataset, and for each shard the index of its file in that list. Pure."""
+    """Returns the list of files of a dataset, and a list with the index of the file of each shard. Pure.
+
+    `directory` is the directory of the dataset.
+    """
     numbers: dict[str, int] = {}
     entries: list[list[ShardEntry]] = []
     file_of = []
@@ -71,9 +78,10 @@ def plan_files(directory: Path, *, manifest: Manifest) -> tuple[list[StagedFile]
 
 
 def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of: Sequence[int]) -> Manifest:
-    """Returns the manifest, with the file names replaced by the names of the copies. Pure.
+    """Returns a copy of the manifest that lists the copies instead of the original files. Pure.
 
-    `files` and `file_of` are the results of `plan_files`.
+    `files` are the files of the dataset, and `file_of` contains for each shard the index of its file: the results of
+    `plan_files`.
     """
     shards = tuple(
         entry.model_copy(update={"file": files[number].name})
@@ -84,7 +92,7 @@ def staged_manifest(manifest: Manifest, *, files: Sequence[StagedFile], file_of:
 
 @final
 class StageFolder:
-    """The folder with the copies of one dataset. All ranks of a node open it.
+    """The folder on node-local storage with the copies of one dataset's files. All ranks of a node open it.
 
     Each process that uses the folder holds a shared lock on it.
     """
@@ -97,10 +105,10 @@ class StageFolder:
 
     @classmethod
     def open(cls, root: Path, *, source: Path, manifest: Manifest, staged: Manifest) -> StageFolder:
-        """Opens the folder of a dataset below `root`, creating the folder if necessary. Raises DataError if that fails.
+        """Opens the folder below `root` for the copies of a dataset, creating it if necessary. Raises DataError.
 
-        `source` is the directory of the dataset. `staged` is the manifest with the file names of the copies, a result
-        of `staged_manifest`.
+        `source` is the directory of the dataset, and `manifest` its manifest. `staged` is the manifest with the file
+        names of the copies, a result of `staged_manifest`.
         """
         identity = f"{manifest.fingerprint} {source.resolve()}"
         path = root / f"{PREFIX}{os.getuid()}-{hash_of(identity.encode())}"
@@ -193,7 +201,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def hold(path: Path) -> int | None:
-    """Returns a file descriptor with a lock that prevents the removal of a copied file.
+    """Locks a copied file so that it is not removed. Returns the file descriptor that has the lock.
 
     Returns None if the file is missing or is being removed.
     """
@@ -203,7 +211,7 @@ def hold(path: Path) -> int | None:
 
 
 def remove_unread(path: Path) -> bool:
-    """Removes a copied file, unless a process holds the file (`hold`). Returns True if the file was removed."""
+    """Removes a copied file, unless a process has locked it with `hold`. Returns True if the file was removed."""
     with contextlib.suppress(OSError):
         lock = _lock(path, shared=False, wait=False, create=False)
         if lock is not None:
@@ -248,7 +256,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class CopyStopped(Exception):
-    """Raised if the event `stop` was set before the copy was complete."""
+    """Raised if the copying of a file was stopped from outside before the copy was complete."""
 
 
 def copy_dataset_file(
@@ -256,10 +264,10 @@ def copy_dataset_file(
 ) -> None:
     """Copies a file of a dataset to `target`, with its modification time. Removes `target` after an error.
 
-    `entries` are the entries of the file in the manifest. While the file is copied, contiguous fields are compared
-    with their hashes block by block, and the HDF5 headers with the structure hash. Then the copy is read back and
-    compared with the bytes that were read from the source. Chunks, and files in which a field has no hashes, are only
-    checked in this second way. Raises DataError if the content differs, OSError after an error of a filesystem, and
+    `entries` are the entries of the file in the manifest. While the file is copied, contiguous fields are compared with
+    their hashes block by block, and the HDF5 headers with their hash. Then the copy is read back and compared with the
+    bytes that were read from the source. Chunked data, and files in which a field has no hashes, are checked only by
+    reading the copy back. Raises DataError if the content differs, OSError after an error of a filesystem, and
     CopyStopped if `stop` was set.
     """
     descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
@@ -267,7 +275,10 @@ def copy_dataset_file(
         status = os.fstat(descriptor)
         entry = entries[0]
         if status.st_size != entry.file_bytes:
-            raise DataError(f"{source} has {status.st_size} bytes, the manifest says {entry.file_bytes}")
+            raise DataError(
+                f"{source} has {status.st_size} bytes, the manifest says {entry.file_bytes}: restore the file, or "
+                f"{'index' if entry.modified_ns is not None else 'pack'} again"
+            )
         if entry.modified_ns is not None and status.st_mtime_ns != entry.modified_ns:
             raise DataError(f"{source} was changed since it was indexed: index it again")
         written = os.open(target, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -315,7 +326,9 @@ def _copy(
             raise CopyStopped
         again.update(read_bytes(written, min(_PIECE_BYTES, entries[0].file_bytes - start), offset=start))
     if again.digest() != whole.digest():
-        raise DataError(f"the copy of {source} was read back, and differs from what was written")
+        raise DataError(
+            f"the copy of {source} differs from the file when it is read back: check the storage of the node"
+        )
 
 
 Piece = tuple[int, int, str | None]
@@ -323,9 +336,10 @@ Piece = tuple[int, int, str | None]
 
 
 def _hashed_blocks(manifest: Manifest, *, entries: Sequence[ShardEntry]) -> list[Piece] | None:
-    """Returns the hashed blocks of the file, sorted by offset.
+    """Returns the byte ranges of a file that have a hash, with the hashes, sorted by offset.
 
-    Returns None if the bytes of a field cannot be compared with hashes, or if blocks overlap.
+    `entries` are the entries of the file in the manifest. Returns None if the bytes of a field cannot be compared with
+    hashes, or if byte ranges overlap.
     """
     blocks: list[Piece] = []
     for entry in entries:
@@ -343,9 +357,9 @@ def _hashed_blocks(manifest: Manifest, *, entries: Sequence[ShardEntry]) -> list
 
 
 def _pieces(blocks: Sequence[Piece], *, file_bytes: int) -> Iterator[Piece]:
-    """Yields byte ranges that make up the whole file, in order: the blocks, and the bytes between them.
+    """Yields byte ranges that make up a whole file, in order: the given `blocks`, and the bytes between them.
 
-    The bytes between blocks are divided into pieces of at most 1 MiB.
+    `blocks` are the byte ranges that have a hash. The bytes between them are divided into pieces of at most 1 MiB.
     """
     position = 0
     for start, stop, expected in [*blocks, (file_bytes, file_bytes, None)]:
@@ -367,12 +381,12 @@ _FULL_DISK_PAUSE_S = 10.0
 
 @final
 class Stager:
-    """Copies the files in a background thread, in order, beginning at the file that was requested last.
+    """Copies a dataset's files to node-local storage in a background thread.
 
-    An error never ends the run. Copies are kept until disk space is needed. Then the copies that were not read for the
-    longest time are removed. A copy is only removed if the copy was read at least once, but not within the last
-    `idle_s` seconds, and if no process reads the copy. The attribute `problems` maps the names of files that were not
-    copied to the reasons.
+    Files are copied in order, beginning at the file that was requested last. An error never ends the run. Copies are
+    kept until disk space is needed. Then the copies that were not read for the longest time are removed. A copy is
+    removed only if it was read at least once, was not read within the last `idle_s` seconds, and is not being read by
+    any process. The attribute `problems` maps the names of files that were not copied to the reasons.
     """
 
     def __init__(
@@ -384,7 +398,7 @@ class Stager:
         max_bytes: int,
         idle_s: float,
     ) -> None:
-        """Starts the thread. This process must be the stager of `folder`.
+        """Starts the thread that copies. This process must be the only one that copies files into `folder`.
 
         `max_bytes` is the maximum size of all copies together, in bytes.
         """
@@ -415,7 +429,7 @@ class Stager:
             self._stop.wait(pause_s)
 
     def _step(self) -> float | None:
-        """Copies files for a short time. Returns the number of seconds to wait before the next call.
+        """Copies files for a short time. Returns the number of seconds to wait before this method is called again.
 
         Returns None if no files remain to be copied.
         """
@@ -464,9 +478,9 @@ class Stager:
         return True
 
     def _make_room(self, num_bytes: int) -> int:
-        """Removes idle copies until `num_bytes` more bytes fit below the maximum, if possible.
+        """Removes copies that have not been read lately, until there is room for `num_bytes` more bytes, if possible.
 
-        Returns the number of bytes that then fit.
+        Returns the number of bytes that can then be added without exceeding the maximum size of all copies.
         """
         path = self._folder.path
         for leaving in path.glob(f"{LEAVING}*"):

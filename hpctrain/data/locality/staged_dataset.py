@@ -40,18 +40,18 @@ _MAX_HELD = 256
 
 
 def open_verified_when_read(folder: Path) -> Dataset:
-    """Opens the folder of the copies as a dataset. Checks no files, since most copies do not exist yet.
+    """Opens `folder`, in which copies of shards are made, as a dataset. Checks no file now.
 
-    Each copy is checked when it is first read.
+    Most copies do not exist yet when the folder is opened. Each copy is checked when it is first read.
     """
     return Dataset.open(folder, verify=Verify.OFF)
 
 
 class _Copies:
-    """The copies, opened as a dataset.
+    """The copies of a dataset's files on node-local storage, opened as a dataset.
 
     `held` maps the index of a file to a file descriptor with a lock that prevents the removal of its copy. The
-    descriptors are closed when this object is deleted.
+    descriptors are closed, and the locks released, when this object is deleted.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -80,7 +80,7 @@ class StagedDataset:
         """Do not call this; use `open`."""
         self.original = original
         self.staged_samples = 0
-        """Number of samples that were read from copies so far."""
+        """Number of samples that were read so far from copies on node-local storage."""
         self.read_samples = 0
         """Number of samples that were read so far, from copies or from the original files."""
         manifest = original.manifest
@@ -181,12 +181,12 @@ class StagedDataset:
 
     @property
     def checker(self) -> Any:
-        """Checker of the original dataset, by which a loader leaves out damaged samples; None if it has no checker."""
+        """Checker of the original dataset, or None. A loader uses the checker to leave out damaged samples."""
         return self.original.checker
 
     @property
     def folder(self) -> Path:
-        """Path of the folder of the copies."""
+        """Path of the folder on node-local storage that contains the copies."""
         return self._folder.path
 
     @property
@@ -196,7 +196,10 @@ class StagedDataset:
 
     @property
     def staged_share(self) -> float:
-        """Fraction of the dataset's files that had a copy when the folder was last looked at."""
+        """Fraction of the dataset's files that have a copy on node-local storage.
+
+        The number is as of the last time that this process looked into the folder of the copies.
+        """
         return float(self._staged.mean())
 
     def place_of(self, entry: ShardEntry) -> Path:
@@ -275,10 +278,11 @@ class StagedDataset:
         return arrays
 
     def _take(self, files: NDArray[np.int64]) -> tuple[_Copies | None, NDArray[np.bool_]]:
-        """Returns the copies to read from, and a mask that is True for each file whose copy can be read.
+        """Prepares the reading of a batch from copies. Returns the opened copies, and a mask of the usable files.
 
-        The copies are None if no file of this batch has a copy. `files` are the indices of the files that the batch
-        needs: int64, shape (n,). The mask is bool, shape (number of files of the dataset,).
+        The mask is True for each file whose copy can be read: bool, shape (number of files of the dataset,). The copies
+        are None if no file of this batch has a copy. `files` contains the indices of the files that the batch needs:
+        int64, shape (n,).
         """
         with self._lock:
             usable = self._staged.copy()
@@ -305,7 +309,10 @@ class StagedDataset:
             return self._copies, usable
 
     def _poll(self) -> None:
-        """Looks in the folder for new copies, and for copies that are being removed. Does so at a limited rate."""
+        """Looks into the folder of the copies for new copies and for copies that are being removed.
+
+        Returns at once if the last look was less than a minimum time ago.
+        """
         began = time.monotonic()
         if began < self._next_poll_s or self._closed or not self._lock.acquire(blocking=False):
             return

@@ -66,7 +66,7 @@ class PositionRange(NamedTuple):
 
 
 def check_order(*, num_samples: int, seed: int, epoch: int, max_samples: int = MAX_VALUES) -> None:
-    """Raises DataError if `num_samples` is out of range, RecipeError if `seed` or `epoch` is negative."""
+    """Raises DataError if `num_samples` is not in 0 to `max_samples`, RecipeError if `seed` or `epoch` is negative."""
     if not 0 <= num_samples <= max_samples:
         raise DataError(f"an order cannot have {num_samples} samples: 0 to {max_samples} are possible")
     if seed < 0 or epoch < 0:
@@ -119,7 +119,7 @@ class EpochOrder:
 
 
 def rank_share(start: int, stop: int, *, rank: int, num_ranks: int) -> PositionRange:
-    """Returns this rank's contiguous part of the positions start to stop - 1.
+    """Divides the positions start to stop - 1 among the ranks, and returns the contiguous part of rank `rank`.
 
     The parts of ranks 0, 1, ... are consecutive. Their lengths differ by at most one, and the longer parts belong to
     the first ranks. With fewer positions than ranks some parts are empty. Raises DataError if `rank` is out of range.
@@ -147,12 +147,18 @@ _MOST_RANKS = 4
 
 
 def ahead_for(order: Order, *, num_ranks: int) -> Order:
-    """Returns the order itself, or wrapped in an `OrderAhead` if there are so few ranks that this saves time."""
+    """Returns `order`, or for few ranks a wrapper of `order` that computes many positions at once and caches them.
+
+    With more ranks, each rank needs only a small part of these positions, so the wrapper (`OrderAhead`) saves no time.
+    """
     return OrderAhead(order) if num_ranks <= _MOST_RANKS else order
 
 
 class OrderAhead:
-    """Wraps an order: computes it in blocks of 4096 positions, and caches the last 3 blocks of 32 KiB. Thread-safe."""
+    """Wraps an order of samples: computes 4096 positions at once, and caches the last 3 such blocks. Thread-safe.
+
+    A block takes 32 KiB.
+    """
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -222,7 +228,7 @@ class BatchPlan:
 def plan_batch(
     order: Order, *, span: PositionRange, global_batch: int, last_batch: LastBatch, rank: int, num_ranks: int
 ) -> BatchPlan:
-    """Returns this rank's part of the global batch at positions `span` of the epoch.
+    """Returns which samples rank `rank` reads for the global batch at positions `span` of the epoch.
 
     With LastBatch.PAD a batch of fewer than `global_batch` samples is first filled up, by repeating its samples from
     the first on, and then divided among the ranks.
@@ -246,7 +252,7 @@ def plan_batch(
 
 
 def _over_again(order: Order, *, span: PositionRange, first: int, count: int) -> NDArray[np.int64]:
-    """Returns samples from the endless repetition of the samples at `span`: its elements first to first + count - 1."""
+    """Returns `count` sample indices, from index `first` on, of the endlessly repeated samples at positions `span`."""
     if count >= span.num_samples:
         return order.at(*span)[np.arange(first, first + count) % span.num_samples]
     begin = span.start + first % span.num_samples
@@ -271,12 +277,15 @@ def sample_sum(indices: NDArray[np.int64]) -> int:
 
 
 def add_sample_sums(parts: Iterable[str]) -> str:
-    """Adds the sample sums of several ranks modulo 2^64. All sums are texts of 16 hexadecimal digits."""
+    """Adds the results of `sample_sum` of several ranks modulo 2^64.
+
+    All sums, also the result, are texts of 16 hexadecimal digits.
+    """
     return show_sample_sum(sum(int(part, 16) for part in parts))
 
 
 def show_sample_sum(value: int) -> str:
-    """Returns a sample sum as a text of 16 hexadecimal digits.
+    """Returns `value`, a result of `sample_sum`, as a text of 16 hexadecimal digits.
 
     The result is a text, because JSON readers that use floating-point numbers would round a number of 64 bits.
     """

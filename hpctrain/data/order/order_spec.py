@@ -1,6 +1,6 @@
 """The orders of samples that a loader can use: block-wise, weighted, stratified, shuffled, sequential.
 
-A specification (`OrderSpec`) makes the order of every epoch. Checkpoints record its name.
+A specification (`OrderSpec`) makes the order of every epoch. Checkpoints record the name of the specification.
 """
 
 from __future__ import annotations
@@ -92,14 +92,20 @@ class BlockOrder:
         return self._blocks_in(slots) * self.block_samples + offsets
 
     def windows_of(self, start: int, stop: int) -> range:
-        """Returns the indices of the windows that contain the positions start to stop - 1."""
+        """Returns the indices of the windows that contain the positions start to stop - 1.
+
+        A window consists of several blocks of consecutive samples, which are mixed with each other.
+        """
         if start >= stop:
             return range(0)
         slots, _ = self._slots_at(positions(start, stop, num_samples=self.num_samples)[[0, -1]])
         return range(int(slots[0]) // self.window_blocks, int(slots[1]) // self.window_blocks + 1)
 
     def blocks_of(self, window: int) -> list[PositionRange]:
-        """Returns the blocks of the window of index `window`, each as a range of sample indices, ascending."""
+        """Returns the blocks that are mixed in one window, each as a range of sample indices, ascending.
+
+        `window` is the index of the window in the epoch.
+        """
         first = window * self.window_blocks
         slots = np.arange(first, min(first + self.window_blocks, self.num_blocks), dtype=np.int64)
         starts = np.sort(self._blocks_in(slots)) * self.block_samples
@@ -114,7 +120,7 @@ class BlockOrder:
 
     @cached_property
     def _short_slot(self) -> int:
-        """Slot of the dataset's last block, which may be shorter."""
+        """Slot (index of a block in the epoch) of the dataset's last block, which may be shorter than the others."""
         last = np.array([self.num_blocks - 1])
         key = epoch_key(self.seed, self.epoch, purpose=_BLOCKS)
         return int(permute(last, num_values=self.num_blocks, key=key, direction=Direction.INVERSE)[0])
@@ -124,13 +130,19 @@ class BlockOrder:
         return permute(slots, num_values=self.num_blocks, key=key)
 
     def _slots_at(self, where: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns two arrays: for each position the slot of its block, and the offset of the position in the block."""
+        """Returns two arrays, for the positions `where`: the slot of each position, and its offset in the block.
+
+        The slot of a position is the index, in the epoch, of the block that contains the position.
+        """
         after_short = (self._short_slot + 1) * self.block_samples - self._missing
         slots, offsets = np.divmod(where + self._missing * (where >= after_short), self.block_samples)
         return slots, offsets
 
     def _first_position(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the position at which each window begins. For the window after the last, that is the epoch's end."""
+        """Returns the position in the epoch at which each of `windows` begins; these are indices of windows.
+
+        For the index after the last window, the result is the number of samples in the epoch.
+        """
         slots = np.minimum(windows * self.window_blocks, self.num_blocks)
         return slots * self.block_samples - self._missing * (slots > self._short_slot)
 
@@ -150,7 +162,7 @@ _PHASES, _MEMBERS = 4, 5  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Strata:
-    """Sample indices grouped by class: members[starts[c] : starts[c + 1]] are the indices of the samples of class c.
+    """Sample indices grouped by class: members[starts[c] : starts[c + 1]] are the samples of class c.
 
     The indices take 4 bytes per sample in memory, or 8 from 2**32 samples on.
     """
@@ -189,8 +201,8 @@ class Strata:
 class StratifiedOrder:
     """Order of one epoch in which every range of positions has the classes in the proportions of the dataset.
 
-    `strata` are the samples by class. `at` computes one sort key per position, and a few additional sort keys per
-    class.
+    `strata` are the sample indices, grouped by class. The samples are sorted by a pseudorandom key. To compute a range
+    of positions, only the keys near the range are computed: one per position, and a few more per class.
     """
 
     strata: Strata
@@ -236,7 +248,11 @@ class StratifiedOrder:
 def _members_below(
     key: float, *, counts: NDArray[np.int64], phases: NDArray[np.float64]
 ) -> NDArray[np.int64]:
-    """Returns, for each class, the exact number of samples whose sort key is below `key`: int64, shape (classes,)."""
+    """Returns, for each class, the number of samples whose sort key is below `key`: int64, shape (classes,).
+
+    Sample j of a class has the sort key (j + phase) / count. `counts` are the numbers of samples of the classes,
+    `phases` their random numbers in [0, 1).
+    """
     guess = np.clip(np.ceil(key * counts - phases), 0, counts).astype(np.int64)
     # The product and the quotient are rounded differently: the guess may be off by one.
     guess -= (guess > 0) & ((guess - 1 + phases) / counts >= key)
@@ -251,7 +267,7 @@ _DRAWS = 3  # purpose of the key
 
 
 def cumulative_weights(weights: NDArray[np.generic]) -> NDArray[np.float64]:
-    """Returns the cumulative sums of weights for `WeightedOrder`: float64, shape (n,).
+    """Returns the cumulative sums of sampling weights: float64, shape (n,). `WeightedOrder` needs them.
 
     `weights` are numbers, shape (n,). Raises DataError if a weight is negative or not finite, or if the sum of all
     weights is zero or not finite.
@@ -307,7 +323,10 @@ class WeightedOrder:
 
 
 BLOCK_BYTES = 4 << 20
-"""Default size of a block, in bytes. A disk with 8 ms per seek and 150 MB/s then seeks for a quarter of the time."""
+"""Default size in bytes of a block of samples that are read together.
+
+With blocks of this size, a disk with 8 ms per seek and 150 MB/s seeks for a quarter of the time.
+"""
 
 
 class OrderSpec(Protocol):
@@ -460,10 +479,10 @@ class Stratified:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fixed:
-    """The same order in every epoch, for held-out data: that of another specification with epoch 0 and seed 0.
+    """The same order in every epoch, for held-out data: the order `of` for epoch 0 and seed 0.
 
     Attributes:
-        of: The other specification.
+        of: Specification of the order that is used in every epoch.
     """
 
     of: OrderSpec
@@ -481,7 +500,7 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Renamed:
-    """Wraps an order: has another epoch number, and is otherwise unchanged."""
+    """Wraps the order of an epoch, and gives it another epoch number. The samples are unchanged."""
 
     order: Order
     epoch: int

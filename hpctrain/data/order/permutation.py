@@ -55,7 +55,7 @@ def mix(values: Values) -> Values:
 def epoch_key(seed: int, epoch: int, *, purpose: int = 0) -> Values:
     """Returns the 64-bit key of a permutation for an epoch: uint64, shape (1,).
 
-    An order that needs several permutations per epoch passes another `purpose` for each permutation.
+    A caller that needs several different permutations per epoch passes another number `purpose` for each of them.
     """
     seed_key = mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
     key = mix(seed_key ^ np.array([epoch & _MASK], dtype=np.uint64))
@@ -71,7 +71,10 @@ def hashes(key: Values, numbers: NDArray[Any]) -> Values:
 
 
 def _round_keys(key: Values, *, rounds: int) -> Values:
-    """Returns pseudorandom keys for the rounds of the cipher: shape (rounds,) for one key, (rounds, n) for n keys."""
+    """Derives one pseudorandom key per round of the cipher from each key in `key`.
+
+    The result has shape (rounds,) for one key, and (rounds, n) for n keys.
+    """
     steps = np.arange(1, rounds + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return mix(key + steps) if len(key) == 1 else mix(key + steps[:, None])
 
@@ -84,10 +87,11 @@ def _below(hashed: Values, bound: Any) -> Values:
 def _encrypt(
     values: Values, *, a: Any, b: Any, keys: Values, which: NDArray[np.intp] | None = None
 ) -> Values:
-    """Applies the Feistel network, a bijection of [0, a * b), once to each value.
+    """Applies a Feistel network, which is a bijection of [0, a * b), once to each value.
 
-    a and b are uint64: scalars, or arrays with one element per value. `keys` has shape (rounds,). If `which` is given,
-    `keys` has shape (rounds, groups), and the keys of value i are those of group which[i].
+    a and b are the sizes of the two halves of a value, uint64: scalars, or arrays with one element per value. `keys`
+    are the keys of the rounds. They have shape (rounds,). If `which` is given, they have shape (rounds, groups), and
+    the keys of value i are those of group which[i].
     """
     left, right = values % a, values // a
     for number in range(len(keys)):
@@ -102,10 +106,11 @@ def _encrypt(
 
 
 def _tables(*, a: int, b: int, keys: Values) -> list[Values]:
-    """Returns one table per round of `_encrypt`: the numbers that the round may add to one half of a value.
+    """Returns the tables for `_encrypt_by_tables`, one per round of the Feistel network.
 
-    The table of an even round has shape (b,), and is indexed by the right half of the value. The table of an odd round
-    has shape (a,), and is indexed by the left half.
+    A table contains the number that the round adds to one half of a value, for each possible other half. a and b are
+    the sizes of the left and the right half. The table of an even round has shape (b,), and is indexed by the right
+    half of the value. The table of an odd round has shape (a,), and is indexed by the left half.
     """
     numbers = np.arange(max(a, b), dtype=np.uint64)
     return [
@@ -124,7 +129,7 @@ def _kept_tables(num_values: int, key: int) -> list[Values]:
 
 
 def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) -> Values:
-    """Returns the same as `_encrypt`, but takes the result of each round function from a table.
+    """Returns the same as `_encrypt`, but looks up the result of each round function in the tables of `_tables`.
 
     This takes a third of the time of `_encrypt` if the tables are small.
     """
@@ -140,7 +145,7 @@ def _encrypt_by_tables(values: Values, *, a: Any, b: Any, tables: list[Values]) 
 
 
 def _sides(num_values: int) -> tuple[int, int]:
-    """Returns the sizes a and b of the network's two halves, for a permutation of [0, num_values)."""
+    """Returns the sizes a and b of the two halves of the Feistel network for a permutation of [0, num_values)."""
     a = math.isqrt(num_values - 1) + 1
     return a, -(-num_values // a)
 
@@ -150,7 +155,7 @@ def _rounds(num_values: int) -> int:
 
 
 def _decrypt(values: Values, *, a: Any, b: Any, keys: Values) -> Values:
-    """Computes the inverse of `_encrypt`."""
+    """Computes the inverse of `_encrypt`, the Feistel network, for one key per round."""
     left, right = values % a, values // a
     for number in reversed(range(len(keys))):
         if number % 2 == 0:
@@ -192,9 +197,9 @@ def permute(
 def permute_groups(
     values: NDArray[Any], *, groups: NDArray[Any], num_values: NDArray[Any], key: Values
 ) -> NDArray[np.int64]:
-    """Applies another permutation to each group of values. Value i belongs to groups[i].
+    """Permutes the values of each group; each group has a permutation of its own. Value i belongs to group groups[i].
 
-    The permutation of value i is one of [0, num_values[i]). `values`, `groups` and `num_values` are integers of shape
+    Value i is mapped by a permutation of [0, num_values[i]). `values`, `groups` and `num_values` are integers of shape
     (n,). Elements of `num_values` are at most MAX_GROUP_VALUES, and equal within a group. Returns int64, shape (n,).
     """
     sizes = num_values.astype(np.uint64)

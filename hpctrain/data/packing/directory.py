@@ -54,9 +54,10 @@ OWN_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class PackingSpec:
-    """The plan of a packing: everything that determines the content of the shards, as JSON values.
+    """Everything that determines the content of the shards of a dataset that is packed, as JSON values (the plan).
 
-    The record of each shard contains the hash of the plan.
+    The record of each finished shard contains the hash of the plan, so that only shards with the same plan are kept
+    when packing is resumed.
     """
 
     document: Mapping[str, JsonValue]
@@ -66,9 +67,9 @@ class PackingSpec:
         return _hash_of(self.document)
 
     def difference(self, other: Mapping[str, Any]) -> str:
-        """Returns in words the keys in which another plan differs from this plan, with both values.
+        """Returns in words in which keys another plan of a packing differs from this plan, with both values.
 
-        Returns "" if the plans are equal. `other` is the document of the other plan.
+        Returns "" if the plans are equal. `other` is the other plan as JSON values.
         """
         mine = json.loads(json.dumps(self.document))
         keys = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
@@ -77,7 +78,11 @@ class PackingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """Record of a finished shard: its entry for the manifest, its fields, and the moments for the statistics."""
+    """What is recorded when a shard is finished, and later becomes part of the manifest.
+
+    `entry` is the entry of the shard in the manifest, and `fields` are its fields. `moments` are mean, variance and
+    extremes of the values by field name, for the statistics of the dataset.
+    """
 
     entry: ShardEntry
     fields: dict[str, FieldSpec]
@@ -87,10 +92,10 @@ class ShardRecord:
 def make_record(
     entry: ShardEntry, *, fields: Mapping[str, FieldSpec], arrays: Mapping[str, NDArray[Any]]
 ) -> ShardRecord:
-    """Returns the record of a shard that was just written.
+    """Returns the record of a shard that was just written: its manifest entry, and statistics of its values.
 
-    `arrays` are the arrays of the shard by field name; statistics are computed of these arrays. Do not pass token
-    fields. Fields with classes get no statistics.
+    `entry` is the shard's entry for the manifest. `arrays` are the arrays of the shard by field name, from which the
+    statistics are computed. Do not pass token fields. Fields with classes get no statistics.
     """
     moments = {
         name: moments_of(array)
@@ -101,12 +106,17 @@ def make_record(
 
 
 def write_plan(directory: Path, plan: PackingSpec) -> None:
-    """Writes the plan to a file in `directory`. Raises OSError."""
+    """Writes the plan of a packing to a file in `directory`. Raises OSError.
+
+    The plan contains everything that determines the content of the shards.
+    """
     _write_json(directory / PLAN_NAME, {"plan": dict(plan.document)})
 
 
 def read_plan(directory: Path) -> dict[str, Any] | None:
     """Returns the plan of a packing that was interrupted in `directory`, as JSON values.
+
+    The plan contains everything that determines the content of the shards.
 
     Returns None if the file of the plan is missing, unreadable or damaged.
     """
@@ -115,7 +125,7 @@ def read_plan(directory: Path) -> dict[str, Any] | None:
 
 
 def write_record(directory: Path, record: ShardRecord, *, plan: PackingSpec) -> None:
-    """Writes the record of a finished shard. Raises OSError."""
+    """Writes the record of a finished shard, and the hash of `plan`, to a file in `directory`. Raises OSError."""
     document = {
         "plan": plan.hash,
         "entry": record.entry.model_dump(mode="json"),
@@ -126,9 +136,10 @@ def write_record(directory: Path, record: ShardRecord, *, plan: PackingSpec) -> 
 
 
 def read_record(directory: Path, file: str, *, plan: PackingSpec) -> ShardRecord | None:
-    """Returns the record of the shard with file name `file`.
+    """Returns what was recorded when the shard with file name `file` was finished.
 
-    Returns None if the record is missing, unreadable or damaged, or was made with another plan.
+    Returns None if the record is missing, unreadable or damaged, or was made with another plan than `plan`. The plan
+    contains everything that determines the content of the shards.
     """
     document = _read_json(directory / record_name(file))
     if document is None or document.get("plan") != plan.hash:
@@ -195,11 +206,14 @@ class Existing(str, Enum):
 def prepare_directory(
     directory: Path, *, existing: Existing = Existing.REFUSE, plan: PackingSpec | None = None
 ) -> None:
-    """Creates `directory`, or with REPLACE removes the dataset in it. Removes only files of a dataset.
+    """Makes `directory` ready for packing: creates it, removes an old dataset, and writes the plan.
 
-    Then writes the plan into the directory. With RESUME nothing is removed or written; the plan must be the same as
-    that of the interrupted packing. Raises UsageError if the directory contains a dataset and `existing` is REFUSE, if
-    it contains other files, or if the plans differ. Raises DataError after an error of the filesystem.
+    With REPLACE, the files of the dataset in the directory are removed; other files are never removed. With RESUME, if
+    the directory contains files, nothing is removed or written, and `plan` must be equal to the plan of the interrupted
+    packing. The plan contains everything that determines the content of the shards.
+
+    Raises UsageError if the directory contains a dataset and `existing` is REFUSE, if it contains other files, or if
+    the plans differ. Raises DataError after an error of the filesystem.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -217,7 +231,10 @@ def prepare_directory(
 
 
 def check_free(directory: Path, *, existing: Existing) -> None:
-    """Raises the errors that `prepare_directory` would raise, but changes nothing. Does not compare plans."""
+    """Raises an error if `existing` does not allow to pack a dataset into `directory`. Changes nothing.
+
+    The errors are those of `prepare_directory`, but the plan of an interrupted packing is not compared.
+    """
     try:
         if not directory.exists():
             return
@@ -251,7 +268,10 @@ def _remove(directory: Path, *, names: list[str], existing: Existing) -> None:
 
 
 def check_resumable(directory: Path, *, plan: PackingSpec) -> None:
-    """Raises UsageError unless `directory` contains an interrupted packing with the same plan."""
+    """Raises UsageError unless `directory` contains an interrupted packing that has the same plan as `plan`.
+
+    The plan contains everything that determines the content of the shards.
+    """
     before = read_plan(directory)
     if before is None:
         raise UsageError(
@@ -259,15 +279,16 @@ def check_resumable(directory: Path, *, plan: PackingSpec) -> None:
         )
     if (difference := plan.difference(before)) != "":
         raise UsageError(
-            f"{directory} was packed differently ({difference}): use the options of before, or --overwrite"
+            f"{directory} was packed differently ({difference}): use the same options as before, or --overwrite"
         )
 
 
 def finished_already(directory: Path, *, like: Mapping[str, Any]) -> Manifest | None:
-    """Returns the manifest of the dataset in `directory` if its packing has finished, else None. For RESUME.
+    """Returns the manifest of the dataset in `directory` if its packing has finished, else None.
 
-    `like` contains the keys and values of the manifest that this packing would write, as far as they are known. Raises
-    UsageError if the manifest has other values for these keys. Deletes files that the finished packing has left.
+    Used when a packing is to be resumed. `like` contains the keys and values of the manifest that this packing would
+    write, as far as they are known. Raises UsageError if the manifest has other values for these keys. Deletes
+    temporary files that the finished packing has left.
     """
     if not (directory / MANIFEST_NAME).exists():
         return None
@@ -295,11 +316,12 @@ def finish(
     window_starts: NDArray[np.int64] | None,
     attributes: Mapping[str, JsonValue] | None,
 ) -> Manifest:
-    """Makes the manifest from the records of the shards, writes it, and returns it. The dataset is then complete.
+    """Makes the manifest of a dataset from what was recorded for each finished shard, writes it, and returns it.
 
-    `files` are the file names of all shards, in any order. `window_starts` contains, for boundaries "split", the index
-    of the first token of each window within its shard: int64, shape (number of samples,); else it is None. Raises
-    DataError if this process does not see a shard, if the shards have different fields, or if writing fails.
+    The dataset is then complete. `files` are the file names of all shards, in any order. `window_starts` contains, for
+    boundaries "split", the index of the first token of each window within its shard: int64, shape (number of samples,);
+    else it is None. Raises DataError if this process does not see a shard, if the shards have different fields, or if
+    writing fails.
     """
     records = []
     for file in sorted(files, key=shard_number):
@@ -351,7 +373,10 @@ def _describe(spec: FieldSpec | None) -> str:
 
 
 def _tidy(directory: Path, *, keep: frozenset[str]) -> None:
-    """Deletes the plan, the records, partly written files, and the shards that are not in `keep`."""
+    """Deletes files that packing needs only until it has finished, and shards whose file names are not in `keep`.
+
+    These are the plan, the records of finished shards, and partly written files.
+    """
     for name in sorted(child.name for child in directory.iterdir()):
         is_left_over = name == PLAN_NAME or (name in OWN_NAMES and name.endswith(PARTIAL_SUFFIX))
         if is_left_over or (is_shard_name(name) and name not in keep):

@@ -57,7 +57,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    """Options of all functions that pack. `pack_arrays` documents their meaning."""
+    """Options that all functions which pack a dataset have. Their meaning is documented at `pack_arrays`."""
 
     shard_bytes: int = SHARD_BYTES
     shard_samples: int | None = None
@@ -94,14 +94,16 @@ def _write_dataset(
     Args:
         directory: Directory of the new dataset.
         maker: Makes the shards of this rank.
-        plan: Everything that determines the content of the shards, apart from `options` and `windows`. With RESUME a
-            finished dataset is kept if its manifest has the same values for those keys that a manifest contains.
+        plan: Everything that determines the content of the shards, apart from `options` and `windows`. With
+            `Existing.RESUME` a finished dataset is kept if the plan and its manifest have the same values for the keys
+            that both contain.
         options: Options of the packing.
         windows: How a token stream is cut into windows; None: the samples are not token windows.
-        window_starts: Index of the first token of each window, as in `WindowAssignment.starts`.
+        window_starts: Index of the first token of each window within the window's shard: int64, shape (num_samples,).
+            None if windows are a fixed number of tokens apart.
         total: Number of samples of the dataset; None: unknown.
         stream_tokens: Function that returns the number of tokens of the stream. It is called after the stream was read.
-        nothing: Function that returns the error message if there are no shards.
+        nothing: Function that returns the message of the error that is raised if there is nothing to pack.
     """
     directory, comm = Path(directory), options.ranks
     # A plain string would fail the `is` tests, and the directory would be emptied.
@@ -187,7 +189,8 @@ def pack_arrays(
         block_bytes: Size of the hashed blocks, in bytes.
         compression: How the shards are compressed; None: not at all.
         attributes: Facts to record in the manifest as JSON values, such as the number of classes.
-        existing: What to do if the directory already contains a dataset.
+        existing: What to do if the directory already contains a dataset: refuse, replace it, or resume (see
+            `Existing`).
         progress: Called on rank 0 with the number of samples packed so far, and with their total number. None: not
             called.
         comm: The ranks that share the work; None: only this process.
@@ -197,7 +200,7 @@ def pack_arrays(
 
     Raises:
         DataError: If the arrays are not valid fields, or if a file cannot be written.
-        UsageError: If `existing` does not allow packing into the directory with the files that it contains now.
+        UsageError: If the directory contains files, and `existing` does not allow to pack into it.
     """
     options = PackOptions(
         shard_bytes=shard_bytes,
@@ -213,7 +216,10 @@ def pack_arrays(
 
 
 def pack_rows(directory: Path | str, rows: SampleRows, *, options: PackOptions) -> Manifest:
-    """Packs the samples of a source that is read by position. Otherwise the same as `pack_arrays`."""
+    """Packs the samples of `rows`, a source that is read by position, and returns the manifest.
+
+    Arguments and errors are those of `pack_arrays`. Collective over `options.ranks`.
+    """
     comm, shard_samples = options.ranks, options.shard_samples
     fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
     if shard_samples is None:
@@ -275,7 +281,8 @@ def pack_tokens(
     Raises:
         DataError: If the stream is shorter than one window, if tokens do not fit the dtype, or if a file cannot be
             written.
-        UsageError: If `existing` does not allow to pack into the directory as it is, or if a size is invalid.
+        UsageError: If the directory contains files, and `existing` does not allow to pack into it. Also if a size is
+            invalid.
     """
     check_token_dtype(dtype)
     windows = _windows(window=window, stride=stride)
@@ -295,7 +302,9 @@ def pack_tokens(
         ),
         windows=windows,
         stream_tokens=lambda: stream.read_tokens,
-        nothing=lambda: f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}",
+        nothing=lambda: (
+            f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}: choose shorter windows"
+        ),
     )
 
 
@@ -392,8 +401,8 @@ def pack_iterator(
     Raises:
         DataError: On all ranks, if samples differ in fields, dtype or shape, if an iterator raises an error, or if a
             file cannot be written.
-        UsageError: On all ranks, if `existing` does not allow to pack into the directory as it is, or if a size is
-            invalid.
+        UsageError: On all ranks, if the directory contains files, and `existing` does not allow to pack into it. Also
+            if a size is invalid.
     """
     options = PackOptions(
         shard_bytes=shard_bytes,
@@ -570,7 +579,10 @@ def pack_source(
 
 
 def _num_classes(fields: Mapping[str, FieldSpec]) -> dict[str, JsonValue]:
-    """Returns the attribute `num_classes`, which tasks read, if exactly one field has names of classes; else {}."""
+    """Returns {"num_classes": n} if exactly one field has names of classes, n of them; else {}.
+
+    The result is added to the attributes of the dataset. Training tasks read it there.
+    """
     counts = [len(spec.classes) for spec in fields.values() if spec.classes]
     return {"num_classes": counts[0]} if len(counts) == 1 else {}
 
@@ -586,7 +598,10 @@ def _compression(
 
 
 def _check(out: Path, *, directories: list[Path], existing: Existing) -> None:
-    """Raises UsageError if one of the directories must not be packed into. Call this before any of them is changed."""
+    """Raises UsageError if datasets must not be written to `directories`, because of files that exist already.
+
+    `out` is one of the directories or contains all of them. Call this before any of them is changed.
+    """
     if out not in directories and out.is_dir():
         foreign = sorted(child.name for child in out.iterdir() if child not in directories)
         if foreign:

@@ -32,10 +32,10 @@ TOKEN_DTYPES = ("uint8", "uint16", "int32")
 
 
 class Documents(Protocol):
-    """Interface of an ordered collection of tokenized documents.
+    """Interface of a sequence of tokenized documents, which together form one stream of tokens.
 
-    `starts` contains the index of the first token of each document in the concatenated stream, and last the number of
-    tokens of the stream: int64, shape (number of documents + 1,).
+    `starts` contains the index of the first token of each document in the concatenated stream, followed by the number
+    of tokens of the stream: int64, shape (number of documents + 1,).
     """
 
     @property
@@ -56,7 +56,10 @@ class Documents(Protocol):
 
 
 def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
-    """Returns tokens start to stop - 1 of the concatenated documents. Raises DataError if tokens cannot be read."""
+    """Returns tokens start to stop - 1 of the stream that consists of all documents, one after another.
+
+    Raises DataError if the tokens cannot be read.
+    """
     starts = documents.starts
     stream = np.empty(stop - start, dtype=documents.dtype)
     number = int(np.searchsorted(starts, start, side="right")) - 1
@@ -74,7 +77,7 @@ def read_stream(documents: Documents, *, start: int, stop: int) -> NDArray[Any]:
 
 
 def check_token_dtype(dtype: str) -> None:
-    """Raises DataError if `dtype` is not in TOKEN_DTYPES."""
+    """Raises DataError if tokens cannot be stored with dtype `dtype`, the name of a numpy dtype."""
     if dtype not in TOKEN_DTYPES:
         raise DataError(f"tokens cannot have dtype {dtype}: choose uint8, uint16 or int32")
 
@@ -112,7 +115,10 @@ DOCUMENTS_DATASET = "documents"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContent:
-    """Content of one shard: fields and their arrays by name, and additional HDF5 datasets that are not fields."""
+    """Content of one shard, before it is written: the fields of a sample, and the arrays of all samples.
+
+    `other_datasets` are additional HDF5 datasets, by name, that are not fields.
+    """
 
     samples: int
     fields: Mapping[str, FieldSpec]
@@ -167,14 +173,14 @@ class RowShards:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowAssignment:
-    """Assignment of the windows of a token stream to shards. A shard is a range of tokens that contains whole windows.
+    """Assigns the windows (samples) of a token stream to shards. A shard is a range of tokens with whole windows.
 
     Attributes:
-        first: Index in the stream of the first token of each shard: int64, shape (num_shards,).
-        stop: Index in the stream after the last token of each shard: int64, shape (num_shards,).
+        first: For each shard, the index in the stream of its first token: int64, shape (num_shards,).
+        stop: For each shard, the index in the stream after its last token: int64, shape (num_shards,).
         counts: Number of windows of each shard: int64, shape (num_shards,).
-        starts: Index of the first token of each window within the window's shard: int64, shape (num_samples,). None
-            if the windows of a shard are `stride` tokens apart.
+        starts: Index of the first token of each window within the window's shard: int64, shape (num_samples,). None if
+            the windows of a shard are `stride` tokens apart.
     """
 
     first: NDArray[np.int64]
@@ -208,11 +214,15 @@ def plan_windows(
         if (samples := even.windows_in(num_tokens)) > 0:
             return _cut_evenly(even, samples=samples, shard_tokens=shard_tokens)
         longest, what = num_tokens, "stream"
-    raise DataError(f"the {what} has {longest} tokens, one window takes {window + 1}")
+    raise DataError(f"the {what} has {longest} tokens, one window takes {window + 1}: choose shorter windows")
 
 
 def _cut_evenly(windows: TokenWindows, *, samples: int, shard_tokens: int) -> WindowAssignment:
-    """Returns the assignment of windows that are `stride` tokens apart. It needs memory per shard, not per window."""
+    """Assigns windows that are `stride` tokens apart to shards of at most `shard_tokens` tokens.
+
+    `windows` states the length and the stride of the windows, and `samples` is their number. The result takes memory
+    per shard, not per window.
+    """
     shard_samples = max(1, windows.windows_in(shard_tokens))
     begins = np.arange(0, samples, shard_samples, dtype=np.int64)
     counts = np.minimum(shard_samples, samples - begins)
@@ -235,9 +245,10 @@ def _cut_listed(windows: NDArray[np.int64], *, window: int, shard_tokens: int) -
 
 
 class DocumentShards:
-    """Makes shards of token windows from documents.
+    """Makes shards from tokenized documents. A sample is a window of tokens.
 
-    An additional HDF5 dataset in each shard contains the indices of the tokens in the shard at which documents begin.
+    In each shard, the additional HDF5 dataset `documents` contains the index of the first token of each document that
+    begins in the shard.
     """
 
     def __init__(
@@ -277,10 +288,10 @@ def make_shards(
     block_bytes: int,
     compression: ShardCompression | None,
 ) -> Iterator[ShardRecord]:
-    """Writes the shards of one rank and yields their records.
+    """Writes the shards of one rank, and yields a `ShardRecord` for each finished shard.
 
-    A shard that an earlier packing with the same plan has finished is kept, if the content of the shard matches its
-    record.
+    A shard that an earlier, interrupted packing with the same `plan` has written is kept, if its content matches the
+    record that was written with it.
     """
     while (file := maker.begin()) is not None:
         record = read_record(directory, file, plan=plan)
@@ -306,10 +317,11 @@ def make_shards(
 def write_shards_together(
     records: Iterator[ShardRecord], *, comm: Collective, total: int | None, progress: Progress | None
 ) -> list[str]:
-    """Runs the iterator `records` of every rank to the end, so that every rank writes its shards, one at a time.
+    """Writes the shards of all ranks, by taking elements from each rank's iterator `records` until all have ended.
 
-    Collective over `comm`. Returns the file names of the shards of all ranks. If a rank has an error, all ranks raise
-    this error after their current shard.
+    Taking an element of `records` writes a shard. Collective over `comm`. Returns the file names of the shards of all
+    ranks. If a rank has an error, all ranks raise this error after their current shard. After each round, rank 0 calls
+    `progress` with the number of samples written so far, over all ranks, and with `total`.
     """
     mine: list[str] = []
     done = 0
@@ -334,7 +346,7 @@ Sample = Mapping[str, Any]
 
 
 class StreamShards:
-    """Makes shards from a stream of token chunks. Holds about one shard in memory."""
+    """Makes shards from a stream of tokens that comes in arrays (chunks). Holds about one shard in memory."""
 
     def __init__(
         self, chunks: Iterable[NDArray[Any]], *, windows: TokenWindows, dtype: str, shard_samples: int
@@ -369,9 +381,9 @@ class StreamShards:
 
 
 class _Stream:
-    """A cursor that moves over the tokens of concatenated chunks.
+    """A cursor that moves over a stream of tokens, which comes in arrays of tokens (chunks).
 
-    Keeps in memory only tokens that `peek` has read and that were not skipped.
+    Keeps only those tokens in memory that `peek` has read and `skip` has not yet passed.
     """
 
     def __init__(self, chunks: Iterable[NDArray[Any]], *, dtype: str) -> None:
@@ -382,7 +394,7 @@ class _Stream:
         self.read_tokens = 0
 
     def peek(self, num_tokens: int) -> NDArray[Any]:
-        """Returns the next `num_tokens` tokens without moving the cursor. They are fewer at the end of the stream."""
+        """Returns the next `num_tokens` tokens without moving the cursor, or fewer at the end of the stream."""
         parts, length = [self._held], len(self._held)
         while length < num_tokens:
             chunk = next(self._chunks, None)
@@ -398,22 +410,22 @@ class _Stream:
         return self._held[:num_tokens]
 
     def skip(self, num_tokens: int) -> None:
-        """Moves the cursor forward by `num_tokens` tokens. These may be more than `peek` has returned."""
+        """Moves the cursor forward by `num_tokens` tokens, which may be more than `peek` has read so far."""
         self._to_skip += max(0, num_tokens - len(self._held))
         self._held = self._held[num_tokens:]
 
     def drain(self) -> None:
-        """Reads the remaining chunks, only to count their tokens."""
+        """Reads the rest of the stream only to count its tokens."""
         for chunk in self._chunks:
             self.read_tokens += len(chunk)
 
 
 class IteratorShards:
-    """Makes shards from samples (dicts of arrays and numbers), with one iterator per part of the source.
+    """Makes shards from samples that iterators yield. The source is divided into parts with one iterator each.
 
-    `open_part` takes the index of a part and returns an iterator over its samples. `parts` are the indices of this
-    rank's parts. The first sample of a part determines the fields of the part. The arrays of one shard are held in
-    memory.
+    A sample is a dict of arrays and numbers. `open_part` takes the index of a part and returns an iterator over its
+    samples. `parts` are the indices of this rank's parts. The first sample of a part determines the fields of the part.
+    The arrays of one shard are held in memory.
     """
 
     def __init__(
@@ -461,7 +473,10 @@ class IteratorShards:
 
 
 class _Checked:
-    """Reads samples from an iterator. Raises DataError if a sample has not the same fields as the first sample."""
+    """Takes samples from a user's iterator and converts them to arrays.
+
+    Raises DataError if a sample does not have the same fields, dtypes and shapes as the first sample.
+    """
 
     def __init__(self, samples: Iterator[Sample], *, part: int) -> None:
         self._samples = samples
@@ -477,7 +492,7 @@ class _Checked:
         return self._ahead
 
     def take(self, number: int) -> list[dict[str, NDArray[Any]]]:
-        """Returns the next `number` samples. They are fewer if fewer remain."""
+        """Returns the next `number` samples, or all remaining samples if they are fewer."""
         taken: list[dict[str, NDArray[Any]]] = []
         while len(taken) < number and (sample := self.peek()) is not None:
             taken.append(sample)
@@ -513,7 +528,9 @@ class _Checked:
         if sample is None:
             return None
         if not isinstance(sample, Mapping) or not sample:
-            raise DataError(f"{self._where} it yields {type(sample).__name__}, not a dict of field -> array")
+            raise DataError(
+                f"{self._where} it yields {type(sample).__name__}, not a dict of arrays by field name"
+            )
         try:
             arrays = {str(name): np.asarray(value) for name, value in sample.items()}
         except (ValueError, TypeError, RuntimeError) as error:

@@ -47,7 +47,7 @@ class ChunkSource(Protocol):
         """Shape of a chunk. Chunks at the borders may be smaller, or extend beyond the field."""
 
     def inflate_row(self, row: int) -> bytes | None:
-        """Returns the bytes of a row if the row is one chunk that is compressed with deflate only.
+        """Returns the decompressed bytes of a row, if the row is one chunk that is compressed with deflate only.
 
         Returns None in all other cases: then call `load`.
         """
@@ -60,7 +60,7 @@ class ChunkSource(Protocol):
 
 
 class ChunkedField:
-    """Reads one field of one shard from a `ChunkSource`."""
+    """Reads one field of one shard. A `ChunkSource` decodes the chunks of the field."""
 
     def __init__(self, source: ChunkSource, *, cache: ChunkCache, shard: int, name: FieldName) -> None:
         self._source = source
@@ -142,7 +142,11 @@ class ChunkedField:
         starts: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Decodes and copies samples, each of which is one chunk."""
+        """Decodes the samples of a request, each of which is one chunk, and copies them into the batch.
+
+        For each sample, `places` is its row in the batch, `starts` its row in the HDF5 dataset, and `samples` its index
+        in the shard.
+        """
         target, load, columns = request.target, self._source.load, self._columns[0]
         inflate_row = self._source.inflate_row
         num_bytes, whole = request.sample_bytes, target.reshape(-1).view(np.uint8).data
@@ -258,7 +262,7 @@ class StoredChunks:
         return DecodedChunk(values=values if dtype.isnative else values.astype(dtype.newbyteorder("=")))
 
     def inflate_row(self, row: int) -> bytes | None:
-        """Returns the bytes of a row if the row is one chunk that is compressed with deflate only.
+        """Returns the decompressed bytes of a row, if the row is one chunk that is compressed with deflate only.
 
         Returns None in all other cases, and after an error: then call `load`.
         """
@@ -286,7 +290,10 @@ class StoredChunks:
         return data if len(data) == self._chunk_bytes else None
 
     def _stored(self, first: tuple[int, ...]) -> tuple[int, Bytes] | None:
-        """Returns the filter mask and the stored bytes of a chunk, or None if HDF5 must read the chunk."""
+        """Returns the filter mask and the stored bytes of a chunk, or None if HDF5 must read the chunk.
+
+        `first` is the index of the chunk's first element in each dimension.
+        """
         if not self._index_is_read:
             self._read_index()
         if self._index is None and self._access is not ChunkAccess.PLACES:
@@ -312,7 +319,7 @@ class StoredChunks:
             part = os.pread(self._file.descriptor, missing, offset)
             if not part:
                 raise DataError(
-                    f"the file ends {missing} bytes before a chunk does: copy it again, or pack again"
+                    f"the file ends {missing} bytes before the end of a chunk: copy the file again, or pack again"
                 )
             parts.append(part)
             offset += len(part)
@@ -351,9 +358,10 @@ class StoredChunks:
 
 
 def block_rows(*, row_bytes: int, num_rows: int, chunk_rows: int | None) -> int:
-    """Returns the number of rows per block for reads through h5py, at most `num_rows`.
+    """Returns the number of rows to read through h5py at once, at most `num_rows`, the rows of the HDF5 dataset.
 
-    A block has about 1 MiB. For chunked data a block consists of whole HDF5 chunks.
+    A block of that many rows, of `row_bytes` bytes each, has about 1 MiB. If the data is chunked, with `chunk_rows`
+    rows per chunk, a block consists of whole HDF5 chunks.
     """
     wanted = max(1, _BLOCK_BYTES // max(1, row_bytes))
     if chunk_rows is not None:
@@ -426,7 +434,11 @@ class ClassBlocks(NumberBlocks):
 
 
 class RaggedBlocks(NumberBlocks):
-    """Reads samples of variable length, padded with zeros to length shape[1]. Raises DataError for a longer sample."""
+    """Reads samples of variable length, and pads them with zeros to length shape[1].
+
+    `shape` is (number of rows, maximum length, *further dimensions). Raises DataError for a sample that is longer than
+    shape[1].
+    """
 
     def load(self, place: tuple[int, ...]) -> DecodedChunk:
         samples = self._rows(place[0])

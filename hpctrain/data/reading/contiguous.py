@@ -110,7 +110,11 @@ class ReadField:
         places: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Reads runs of samples that are adjacent in the file. Each preadv call fills many rows of the batch."""
+        """Reads the samples of a request. Samples that are adjacent in the file are read by one preadv call.
+
+        `offsets` are the file offsets of the samples in bytes, ascending; `places` are the batch rows to fill, and
+        `samples` the indices of the samples in the shard.
+        """
         num_bytes = request.sample_bytes
         whole = request.target.reshape(-1).view(np.uint8).data
         ends = [*(np.flatnonzero(np.diff(offsets) != num_bytes) + 1).tolist(), len(offsets)]
@@ -144,7 +148,11 @@ class ReadField:
         places: list[int],
         samples: NDArray[np.int64],
     ) -> None:
-        """Reads samples of which no two are adjacent in the file, as in most shuffled batches. Optimized for speed."""
+        """Reads each sample with one preadv call. No two samples are adjacent in the file. Optimized for speed.
+
+        Most shuffled batches are of this kind. `whole` is the memory of the batch as bytes, and `num_bytes` the size of
+        a sample. `offsets` are the file offsets of the samples, `places` the batch rows to fill.
+        """
         descriptor, preadv = self._file.descriptor, os.preadv
         for number, (place, offset) in enumerate(zip(places, offsets, strict=True)):
             part = whole[place * num_bytes : (place + 1) * num_bytes]
@@ -163,7 +171,11 @@ class ReadField:
         places: NDArray[np.int64],
         samples: NDArray[np.int64],
     ) -> None:
-        """Reads small samples: reads byte ranges that include small gaps, and copies the samples out of them."""
+        """Reads small samples of a request through temporary buffers.
+
+        Samples that are separated by small gaps in the file are read together with the gaps, by one call, and are then
+        copied into the batch.
+        """
         num_bytes = request.sample_bytes
         flat = request.target.reshape(len(request.target), -1).view(np.uint8)
         ends = [*(np.flatnonzero(np.diff(offsets) > num_bytes + _GAP_BYTES) + 1).tolist(), len(offsets)]
@@ -184,9 +196,10 @@ class ReadField:
     def _read(
         self, parts: list[memoryview], *, num_bytes: int, offset: int, samples: NDArray[np.int64]
     ) -> None:
-        """Fills all parts with the file's bytes from `offset` on. Reads again after a short read.
+        """Fills the buffers `parts`, of `num_bytes` bytes in all, with the file's bytes from `offset` on.
 
-        Raises DataError if the file ends before the parts are full.
+        Continues after a short read. Raises DataError that names `samples`, the indices of the samples in the shard, if
+        the file ends before the buffers are full.
         """
         missing = num_bytes
         while missing:
@@ -198,7 +211,9 @@ class ReadField:
                 return
             if count == 0:
                 raise self._name.error(
-                    samples, f"the file ends {missing} bytes before they do: copy it again, or pack again"
+                    samples,
+                    f"the file ends {missing} bytes before the end of these samples: copy the file again, or pack "
+                    "again",
                 )
             missing -= count
             offset += count

@@ -39,20 +39,24 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @final
 class FieldDecoder:
-    """Decodes the fields in `Manifest.decoding`; the other fields stay as they are. Thread-safe."""
+    """Converts stored values to the values of a batch: scale, offset, missing values. Thread-safe.
+
+    Only the fields that are listed in `Manifest.decoding` are converted.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self.fields = manifest.batch_fields
         """Fields of a decoded batch, by name."""
         self.stored_fields = manifest.stored_batch_fields
-        """Fields to be read from the files for such a batch, by name, before decoding."""
+        """Fields that must be read from the files to make a decoded batch, by name, as they are before decoding."""
 
     def arrays(self, num_samples: int, *, out: Arrays | None) -> tuple[dict[str, NDArray[Any]], Arrays]:
-        """Returns two dicts of arrays by field name: those of the batch, and those into which stored values are read.
+        """Returns two dicts of arrays by field name: the arrays of the batch, and the arrays for the stored values.
 
-        A field that is not decoded has the same array in both dicts. An array that `out` has for a field is used for
-        the batch; the other arrays are new.
+        The stored values are read from the files into the second dict. Each array has `num_samples` rows. A field that
+        is not decoded has the same array in both dicts. An array that `out` has for a field is used for the batch; the
+        other arrays are new.
         """
         given = out or {}
         batch = {
@@ -73,7 +77,7 @@ class FieldDecoder:
     def decode(
         self, stored: Arrays, batch: Arrays, *, groups: Sequence[tuple[int, NDArray[np.int64] | None]]
     ) -> None:
-        """Fills the decoded fields of `batch` from the stored values.
+        """Decodes the values in `stored` and writes them to the arrays in `batch`; both are dicts by field name.
 
         `groups` contains one pair per shard: the index of the shard, and the batch rows that hold the shard's samples
         (None: all rows). Raises DataError that names the field and the shard if a value cannot be decoded.
@@ -132,7 +136,7 @@ class ContentChecker(Protocol):
 
 
 class ShardLocator(Protocol):
-    """Interface of a class that finds copies of shards on storage nearer to the node."""
+    """Interface of a class that finds copies of shards on faster storage, such as that of the node."""
 
     def path(self, shard_index: int) -> Path | None:
         """Returns the path of a complete copy of the shard's file, or None if the original file should be read."""
@@ -279,7 +283,10 @@ class Dataset:
 
     @property
     def fields(self) -> dict[str, FieldSpec]:
-        """dtype and shape of each field of one decoded sample. Lengths of ragged fields and masks are fields too."""
+        """dtype and shape of each field of a sample in a batch, after decoding, by field name.
+
+        The lengths of samples of variable length, and the masks of missing values, are fields, too.
+        """
         return self.decoder.fields
 
     @property
@@ -346,7 +353,7 @@ class Dataset:
             self._threads.run(tasks)
 
     def _by_shard(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64] | None]]:
-        """Returns one pair per shard: the index of the shard, and the batch rows of the shard's samples.
+        """Groups the samples `indices` by shard: one pair per shard, its index and the batch rows of its samples.
 
         The rows are None if all rows of the batch belong to this shard.
         """
@@ -413,7 +420,10 @@ class Dataset:
 
 
 def _as_readable(array: NDArray[Any], spec: FieldSpec) -> NDArray[Any]:
-    """Returns the array itself if it is C-contiguous and of the field's dtype, else a new array."""
+    """Returns `array` if it is C-contiguous and has the dtype of `spec`, else a new array of the same shape.
+
+    The new array is not initialised.
+    """
     if array.flags.c_contiguous and array.dtype == np.dtype(spec.dtype):
         return array
     return np.empty(array.shape, dtype=spec.dtype)
@@ -434,11 +444,11 @@ _ROWS_AT_ONCE = 1 << 18
 
 
 def read_column(dataset: Dataset, source: str) -> NDArray[Any]:
-    """Returns one number per sample, shape (num_samples,), in the dataset's order; for weights and strata.
+    """Returns one number per sample of the dataset, such as a weight or a class: shape (num_samples,).
 
-    `source` is the name of a field with one number per sample, or the path of a .npy file. No other field is read.
-    The whole column is held in memory. Raises DataError if `source` is neither, or if the column has another shape, or
-    a dtype other than bool, integer or float.
+    The numbers are in the order of the dataset's samples. `source` is the name of a field with one number per sample,
+    or the path of a .npy file. No other field is read. The whole column is held in memory. Raises DataError if `source`
+    is neither, or if the column has another shape, or a dtype other than bool, integer or float.
     """
     if source in dataset.fields:
         column = _field(dataset, source)

@@ -187,7 +187,7 @@ class DecodedChunk:
 
 
 class _InMaking:
-    """A chunk that one thread is making while other threads wait for the chunk.
+    """A chunk that one thread is decoding while other threads wait for it.
 
     One such object is created per chunk, so it must cost less than a `concurrent.futures.Future`.
     """
@@ -199,7 +199,7 @@ class _InMaking:
         self.done.acquire()
 
     def wait(self) -> DecodedChunk:
-        """Waits until the chunk is made and returns it. Raises the error that the making thread raised, if any."""
+        """Waits until the chunk is decoded and returns it. Raises the error that the decoding thread raised, if any."""
         with self.done:
             if self.chunk is not None:
                 return self.chunk
@@ -209,7 +209,7 @@ class _InMaking:
 class ChunkCache:
     """LRU cache of at most `capacity_bytes` bytes of decoded chunks. Thread-safe.
 
-    Each chunk is made by one thread. Other threads that need the same chunk wait until it is made.
+    Each chunk is decoded by one thread. Other threads that need the same chunk wait until it is decoded.
     """
 
     def __init__(self, *, capacity_bytes: int) -> None:
@@ -230,7 +230,7 @@ class ChunkCache:
             return chunk
 
     def get_or_make(self, key: ChunkKey, make: Callable[[], DecodedChunk]) -> DecodedChunk:
-        """Returns the chunk from the cache, from another thread that is making it, or from `make()`.
+        """Returns the chunk from the cache, from another thread that is decoding it, or from `make()`.
 
         Raises the errors of `make`.
         """

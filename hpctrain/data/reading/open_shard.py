@@ -41,11 +41,12 @@ class IoMode(str, Enum):
 
 
 def choose(mode: IoMode, *, directory: Path, file_bytes: int, map_bytes: int) -> IoMode:
-    """Returns the mode to use. AUTO becomes MAP for small datasets on a local filesystem, else READ.
+    """Returns how to read a dataset: `mode` itself, or for AUTO a choice between MAP and READ.
 
-    `file_bytes` is the size of all files together; a dataset is small if that is at most `map_bytes`.
-    Mapping a page costs more than reading the page once, so maps are for datasets that stay mapped. Mapped pages
-    belong to the page cache, which the kernel reclaims when it needs memory, but they count as memory of the process.
+    AUTO becomes MAP if `directory` is on a local filesystem and the size of all files together, `file_bytes`, is at
+    most `map_bytes`. Else AUTO becomes READ. Mapping a page costs more than reading the page once, so maps are for
+    datasets that stay mapped. Mapped pages belong to the page cache, which the kernel reclaims when it needs memory,
+    but they count as memory of the process.
     """
     if mode is not IoMode.AUTO:
         return mode
@@ -60,8 +61,8 @@ class OpenShard:
     """An open file of a dataset, from which samples of one shard are read. Thread-safe.
 
     The file is the shard's original file, or with `is_copy` a copy of it. The file is closed when the last reference to
-    this object is deleted. `windows` is the index of the first token of each sample, int64 of shape (samples,), if the
-    manifest lists windows, else None. Raises DataError if the file cannot be opened.
+    this object is deleted. If the manifest has a list of token windows, `windows` contains the index of the first token
+    of each sample: int64, shape (samples,). Else `windows` is None. Raises DataError if the file cannot be opened.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class OpenShard:
             self._fields = {name: self._field_reader(name) for name in self._entry.fields}
         except FileNotFoundError:
             raise DataError(
-                f"shard {path} is missing, it existed before: restore it, or restart the run without it"
+                f"shard {path} is missing, it existed before: restore it, or restart the run with data without it"
             ) from None
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise DataError(f"shard {path} cannot be opened: {error}") from error
@@ -125,11 +126,11 @@ class OpenShard:
         arrays: Mapping[str, NDArray[Any]],
         places: NDArray[np.int64] | None,
     ) -> Sequence[ReadTask]:
-        """Begins to read samples of a field into arrays[field][places], and returns the tasks that remain to be run.
+        """Begins to read samples of a field into arrays[field][places].
 
-        `samples` are the indices of the samples within the shard, `places` the rows of the arrays to fill: both
-        int64, shape (n,). If `places` is None, all rows are filled, in order. The arrays are C-contiguous and
-        native-endian.
+        Returns the tasks that the caller must run to read the remaining samples. `samples` are the indices of the
+        samples within the shard, `places` the rows of the arrays to fill: both int64, shape (n,). If `places` is None,
+        all rows are filled, in order. The arrays are C-contiguous and native-endian.
         """
         spec, stored = self._manifest.fields[field], self._entry.fields[field]
         array = arrays[field]
@@ -164,9 +165,10 @@ class OpenShard:
         places: NDArray[np.int64] | None,
         rows: int,
     ) -> Sequence[ReadTask]:
-        """Begins to read ragged samples that are each a whole HDF5 dataset, and fills the remaining rows with zeros.
+        """Begins to read samples that are shorter than the longest sample, and fills their remaining rows with zeros.
 
-        The HDF5 dataset has `rows` rows, which are fewer than those of the longest sample.
+        Each sample is a whole HDF5 dataset of `rows` rows. Returns the tasks that the caller must run to read the
+        samples into `array`.
         """
         where = np.arange(len(array)) if places is None else places
         array[where, rows:] = 0
@@ -204,7 +206,10 @@ class OpenShard:
         return ChunkedField(source, cache=self._cache, shard=self._index, name=field)
 
     def _blocks(self, name: str) -> NumberBlocks:
-        """Returns a source that reads blocks of rows through h5py, for data that only HDF5 can decode."""
+        """Returns an object that reads the field `name` through h5py, in blocks of rows.
+
+        It is used for data that only HDF5 can decode.
+        """
         assert self._reader is not None
         spec, stored, layout = self._manifest.fields[name], self._entry.fields[name], self._layouts[name]
         member = () if stored.member is None else layout.dtype[stored.member].shape

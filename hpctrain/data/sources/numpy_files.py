@@ -53,7 +53,10 @@ def map_npy(path: Path) -> NDArray[Any]:
 
 
 def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Returns the arrays of an .npz file by name. Raises DataError if their first dimensions differ."""
+    """Returns the arrays of an .npz file by name, each with one entry per sample.
+
+    Raises DataError if the first dimensions of the arrays differ.
+    """
     fields = read_npz(path)
     if any(array.ndim == 0 for array in fields.values()) or not fields:
         raise DataError(
@@ -66,12 +69,15 @@ def npz_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def npy_file(path: Path) -> SampleRows:
-    """Opens an .npy file. The rows of its array are the samples, and the name of the file is that of the field."""
+    """Opens an .npy file as a source of samples. The rows of its array are the samples.
+
+    The samples have one field, with the name of the file.
+    """
     return ArrayRows(arrays={_field_name(path): map_npy(path)}, identity=source_identity([path]))
 
 
 def array_directory(root: Path) -> SampleRows:
-    """Opens a directory of .npy files, one file per field, or of .npz files that each contain samples of all fields.
+    """Opens a directory of .npy files, one per field, or of .npz files with samples of all fields, as a source.
 
     Raises DataError if the directory contains both kinds, or neither.
     """
@@ -268,9 +274,9 @@ class ImageFolder:
     """All images below `root`, one per sample. The field `image` is uint8 of shape (channels, height, width).
 
     If the images are in folders, the folders are the classes, and the field `label` is the class index. `size` is
-    (height, width). With `size`, an image of another size is scaled to cover that size, and cropped around its
-    centre. Without `size`, all images must have the size of the first. Images are rotated according to their EXIF
-    data. Raises DataError if Pillow is missing, or if there are no images.
+    (height, width). With `size`, an image of another size is scaled to cover that size, and cropped around its centre.
+    Without `size`, all images must have the size of the first image. Images are rotated according to their EXIF data.
+    Raises DataError if Pillow is missing, or if there are no images.
     """
 
     def __init__(

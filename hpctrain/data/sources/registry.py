@@ -58,7 +58,7 @@ TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, kw_only=True)
 class IteratorSource:
-    """Source of samples that iterators yield. `open_part(p)` returns the iterator of part p, 0 <= p < num_parts."""
+    """Samples to be packed that iterators yield. `open_part(p)` returns the iterator of part p, 0 <= p < num_parts."""
 
     open_part: Callable[[int], Iterator[Mapping[str, Any]]]
     num_parts: int
@@ -148,7 +148,10 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSource:
-    """Source of samples that are read by position. `parts` maps the name of each part to its samples."""
+    """Samples to be packed that can be read by position.
+
+    `parts` maps the name of each part, such as `train` and `test`, to its samples.
+    """
 
     parts: dict[str, SampleRows]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -156,9 +159,10 @@ class RowSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySource:
-    """Source of arrays in memory. `parts` maps the name of each part to the arrays of the part by field name.
+    """Samples to be packed that are in arrays in memory.
 
-    The arrays of a part have the same first dimension.
+    `parts` maps the name of each part, such as `train` and `test`, to its arrays by field name. The arrays of a part
+    have the same first dimension.
     """
 
     parts: dict[str, dict[str, NDArray[Any]]]
@@ -174,7 +178,7 @@ def open_source(
     shuffle: bool = False,
     options: SourceOptions | None = None,
 ) -> ArraySource | RowSource | TextSource | IteratorSource:
-    """Opens a source by its name.
+    """Opens data that is to be packed into a dataset, by its name on the command line.
 
     `held_out` is the fraction of the samples or files that go into the part `test`. None means the default of the
     source: 0.2 for digits, 0.1 for text, 0 for others. With 0 there is only one part, `all`. With `shuffle` samples
@@ -204,7 +208,7 @@ def open_source(
     if kind == "iterator":
         if held_out:
             raise UsageError(f"--held-out {held_out}: the number of samples of {name} is not known in advance: "
-                             "pack two functions")  # fmt: skip
+                             "write two functions, and pack each of them")  # fmt: skip
         return iterator_source(name, num_parts=options.num_parts)
     rows = _rows(kind, path, options)
     return RowSource(
@@ -242,7 +246,10 @@ def _kind_of(name: str) -> tuple[str, Path]:
 
 
 def _check_options(name: str, *, kind: str, options: SourceOptions, shuffle: bool) -> None:
-    """Raises UsageError if an option was given that the source does not support."""
+    """Raises UsageError if an option was given that does not apply to the source `name`.
+
+    `kind` is the kind of the source, such as images or tables.
+    """
     for option, given, kinds in (
         ("--size", options.image_size is not None, ("images",)),
         ("--colour", options.colour is not None, ("images",)),

@@ -21,7 +21,7 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class SampleRows(Protocol):
-    """Interface of a source with a known number of samples, which can be read by position in any order."""
+    """Interface of data to be packed with a known number of samples, which can be read by position in any order."""
 
     @property
     def num_samples(self) -> int: ...
@@ -31,7 +31,10 @@ class SampleRows(Protocol):
 
     @property
     def identity(self) -> JsonValue:
-        """Value that changes if the content changes, computed from names, sizes and times of files."""
+        """JSON value that changes if the content of the source changes.
+
+        The value is computed from names, sizes and modification times of files.
+        """
 
     def read(self, positions: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Returns for each field an array of shape (n, *sample_shape). Raises DataError if reading fails.
@@ -42,7 +45,7 @@ class SampleRows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRows:
-    """Source of samples in arrays or memory maps, by field name, each of shape (num_samples, *sample_shape).
+    """Samples in arrays or memory maps, one per field, each of shape (num_samples, *sample_shape).
 
     `classes` are the names of the classes, for fields that contain class indices. Raises DataError if there are no
     arrays, if they are empty or differ in length, or if an array is not a valid field.
@@ -78,10 +81,10 @@ class ArrayRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenRows:
-    """Selected samples of another source, or all samples of that source in another order.
+    """Selected samples of the source `rows`, or all samples of that source in another order.
 
-    `positions` contains the position of each sample in the other source: int64, shape (num_samples,). `choice`
-    describes the selection, and becomes part of `identity`.
+    `positions` contains the position in `rows` of each sample: int64, shape (num_samples,). `choice` describes the
+    selection, and becomes part of `identity`.
     """
 
     rows: SampleRows
@@ -107,7 +110,7 @@ class ChosenRows:
 def split_rows(
     rows: SampleRows, *, held_out: float, seed: int, shuffle: bool = False, keep_order: bool = True
 ) -> dict[str, SampleRows]:
-    """Divides the samples into the parts `train` and `test`. If `held_out` is 0, there is one part, `all`.
+    """Divides the samples of `rows` into the parts `train` and `test`. If `held_out` is 0, there is one part, `all`.
 
     `held_out` is the fraction of the samples that go into `test`. `seed` determines which samples these are. With
     `shuffle` the samples of all parts are in random order. Without `shuffle` they keep the order of `rows`; with
@@ -133,9 +136,10 @@ def split_rows(
 
 
 def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ()) -> FieldSpec:
-    """Returns the FieldSpec of a field whose samples are the rows of an array, shape (num_samples, *sample_shape).
+    """Returns dtype and shape (FieldSpec) of a field whose samples are the rows of `array`.
 
-    Raises DataError if the array cannot be a field.
+    `array` has the shape (num_samples, *sample_shape). `classes` are the names of the classes, if the values are class
+    indices. Raises DataError if the array cannot be a field.
     """
     if array.ndim == 0:
         raise DataError(f"field {name!r} is a scalar: an array with one entry per sample is needed")
@@ -145,7 +149,7 @@ def array_spec(name: str, array: NDArray[Any], *, classes: tuple[str, ...] = ())
 def field_spec(
     name: str, *, dtype: np.dtype[Any], shape: tuple[int, ...], classes: tuple[str, ...] = ()
 ) -> FieldSpec:
-    """Returns the FieldSpec of a field with the given dtype, and the given shape in one sample.
+    """Returns the description (FieldSpec) of a field with the given dtype, and the given shape in one sample.
 
     Raises DataError if the name, dtype or shape is not valid.
     """
@@ -164,7 +168,10 @@ def field_spec(
 
 
 def as_slice(positions: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Returns the positions as a slice if they are consecutive, else unchanged. A slice makes reading faster."""
+    """Returns the indices `positions` as a slice if they are consecutive, else unchanged.
+
+    Reading with a slice is faster than with an array of indices.
+    """
     if len(positions) and np.array_equal(positions, np.arange(positions[0], positions[0] + len(positions))):
         return slice(int(positions[0]), int(positions[-1]) + 1)
     return positions

@@ -24,7 +24,7 @@ _HELD_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A field that is made from columns of a table. Several columns become a vector in each sample.
+    """Defines a field that is made from one or several columns of a table. Several columns become a vector.
 
     `dtype` is the dtype of the field; None: the dtype that the columns have in the table.
     """
@@ -56,9 +56,10 @@ def parse_table_fields(text: str) -> dict[str, Column]:
 
 
 def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> SampleRows:
-    """Reads a whole CSV file into memory. If `fields` is None, each column becomes a field.
+    """Reads a whole CSV file into memory, and returns its rows as samples.
 
-    Raises DataError if the file cannot be read, lacks a column, or lacks a value in a column that is used.
+    `fields` states which columns make up each field, by field name; None: each column becomes a field. Raises DataError
+    if the file cannot be read, lacks a column, or lacks a value in a column that is used.
     """
     try:
         import pandas
@@ -102,8 +103,9 @@ def csv_rows(path: Path, *, fields: Mapping[str, Column] | None) -> SampleRows:
 class ParquetRows:
     """Samples in Parquet files, one file after another. Each row is a sample.
 
-    One row group at a time is read. The 4 row groups that were used last are kept in memory. If `fields` is None, each
-    column of the first file becomes a field. Raises DataError if a file cannot be read, or if there are no rows.
+    One row group at a time is read. The 4 row groups that were used last are kept in memory. `fields` states which
+    columns make up each field, by field name; None: each column of the first file becomes a field. Raises DataError if
+    a file cannot be read, or if there are no rows.
     """
 
     def __init__(self, files: Sequence[Path], *, fields: Mapping[str, Column] | None) -> None:
@@ -202,7 +204,10 @@ class ParquetRows:
         return table
 
     def _group(self, number: int) -> dict[str, NDArray[Any]]:
-        """Returns for each field an array with all rows of a row group, given by its index over all files."""
+        """Reads one row group, and returns an array with all of its rows for each field.
+
+        `number` is the index of the row group, counted over all files.
+        """
         with self._lock:
             held = self._held.get(number)
             if held is None:
@@ -291,7 +296,10 @@ def _field_classes(
     for name, spec in fields.items():
         named = [column for column in spec.columns if column in classes]
         if named and len(spec.columns) > 1:
-            raise DataError(f"field {name!r} joins {', '.join(spec.columns)}, but {named[0]} holds strings")
+            raise DataError(
+                f"field {name!r} joins {', '.join(spec.columns)}, but {named[0]} holds strings: only columns of "
+                "numbers can be joined"
+            )
         if named:
             found[name] = classes[named[0]]
     return found

@@ -31,7 +31,10 @@ _SKIPPED_DIRECTORIES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Source of UTF-8 files that are read as streams of bytes. `parts` maps the name of each part to its files."""
+    """UTF-8 text files that can be packed as token streams, in which each byte is a token.
+
+    `parts` maps the name of each part, such as `train` and `test`, to its files.
+    """
 
     parts: dict[str, tuple[Path, ...]]
     attributes: dict[str, JsonValue] = field(default_factory=dict)
@@ -39,7 +42,10 @@ class TextSource:
 
 @dataclass(frozen=True)
 class TextDocuments:
-    """Files as tokenized documents, dtype uint8. A document consists of the bytes of a file and the separator byte."""
+    """Text files as tokenized documents, in which each byte is a token (uint8).
+
+    A document consists of the bytes of one file, followed by a separator byte that does not occur in text.
+    """
 
     files: tuple[Path, ...]
     dtype: str = "uint8"
@@ -86,10 +92,10 @@ def read_tokens(files: Iterable[Path]) -> Iterator[NDArray[np.uint8]]:
 
 
 def _split_files(root: Path, names: list[str], *, held_out: float, seed: int) -> dict[str, tuple[Path, ...]]:
-    """Divides files into the parts `train` and `test`. If `held_out` is 0, there is one part, `all`.
+    """Divides the files `names` below `root` into the parts `train` and `test`. Returns the files of each part.
 
-    A file goes into `test` if the hash of its path is below the fraction `held_out` of all hashes. So an additional
-    file does not move other files to another part.
+    If `held_out` is 0, there is one part, `all`. A file goes into `test` if a hash of its path and the seed, seen as a
+    number in [0, 1), is below `held_out`. So an additional file does not move other files to another part.
     """
     names = sorted(names)
     if held_out == 0:
@@ -144,9 +150,10 @@ def _text_source(root: Path, paths: list[Path], *, held_out: float, seed: int, s
 
 
 def text_directory(root: Path, *, held_out: float, seed: int) -> TextSource:
-    """Returns a source of all UTF-8 text files below `root`. Hidden files are left out.
+    """Returns a source, to be packed, of all UTF-8 text files below `root`. Hidden files are left out.
 
-    Raises DataError if there are no text files.
+    `held_out` is the fraction of the files that go into the part `test`, and `seed` the seed of this division. Raises
+    DataError if there are no text files.
     """
     paths = [
         path
@@ -157,7 +164,10 @@ def text_directory(root: Path, *, held_out: float, seed: int) -> TextSource:
 
 
 def python_source(*, held_out: float, seed: int) -> TextSource:
-    """Returns a source of the .py files of Python's standard library, without its tests."""
+    """Returns a source, to be packed, of the .py files of Python's standard library, without its tests.
+
+    `held_out` is the fraction of the files that go into the part `test`, and `seed` the seed of this division.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [
         path

@@ -72,7 +72,10 @@ def _write(descriptor: int, array: NDArray[Any], *, at: int) -> None:
 
 
 def map_arrays(descriptor: int, description: Description) -> dict[str, NDArray[Any]]:
-    """Returns the arrays in shared memory. The memory is mapped copy-on-write: other processes do not see changes."""
+    """Maps shared memory copy-on-write, and returns its arrays. Other processes do not see changes to them.
+
+    `descriptor` is the memory's file descriptor, and `description` the description that `write_arrays` returned.
+    """
     memory = mmap.mmap(
         descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     )  # unmapped with the last array

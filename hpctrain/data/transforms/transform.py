@@ -42,7 +42,7 @@ class TransformContext:
     indices: NDArray[np.int64]
 
     def generator(self, row: int) -> np.random.Generator:
-        """Returns a new random number generator for the sample in a row.
+        """Returns a new random number generator for the sample in one row of the batch.
 
         The generator of a sample yields the same numbers for any number of ranks, and after a resume.
 
@@ -53,7 +53,7 @@ class TransformContext:
 
 
 class BatchTransform:
-    """Calls a transform and checks its result. Thread-safe if the function is."""
+    """Calls the user's transform function and checks its result. Thread-safe if the function is thread-safe."""
 
     def __init__(self, function: TransformFunction, *, name: str) -> None:
         self.name = name
@@ -69,9 +69,9 @@ class BatchTransform:
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
         """Returns the transformed arrays, C-contiguous and native-endian, with as many rows as the input.
 
-        A batch without rows is not passed to the function. The result then has no rows, and the names, dtypes and
-        sample shapes of an earlier result, or of the function's result for one row of zeros. Raises DataError if the
-        function raises an error, or if its result is not a dict of arrays with that number of rows.
+        A batch without rows is not passed to the function. The result then has no rows. Its names, dtypes and sample
+        shapes are those of an earlier result, or else those of the function's result for one row of zeros. Raises
+        DataError if the function raises an error, or if its result is not a dict of arrays with that number of rows.
         """
         num_rows = len(context.indices)
         if num_rows:
@@ -124,7 +124,7 @@ def find_transform(name: str) -> BatchTransform:
     """Imports the function with the given name, "module:function". Raises RecipeError if that fails."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise RecipeError(f"the name of a transform is 'module:function', not {name!r}")
+        raise RecipeError(f"the name of a transform must have the form 'module:function', not {name!r}")
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):

@@ -119,9 +119,9 @@ class Worker:
     def transform(self, request: Mapping[str, Any], descriptor: int) -> Arrays:
         """Sends a batch to the worker and returns the transformed arrays.
 
-        `descriptor` is the file descriptor of the shared memory that contains the batch (see `write_arrays`).
-        `request` is the message to the worker, which describes the batch. Raises WorkerDied if the process ended,
-        DataError if the transform raised an error.
+        `descriptor` is the file descriptor of the shared memory that contains the batch (see `write_arrays`). `request`
+        is the message to the worker, which describes the batch. Raises WorkerDied if the process ended, DataError if
+        the transform function raised an error.
         """
         if not self.is_ready:
             self._receive()
@@ -173,7 +173,7 @@ class Worker:
 
 
 def _arrays(descriptor: int, description: shared_memory.Description) -> Arrays:
-    """Returns the arrays as views of the shared memory, which is freed with the last view.
+    """Returns the arrays in shared memory as views of the memory, which is freed with the last view.
 
     If the memory is smaller than `_COPIED_BYTES`, the arrays are views of a copy.
     """
@@ -198,7 +198,7 @@ MAX_REMAKES = 3
 
 
 class _Places:
-    """The workers of a pool, and which of them are idle.
+    """The worker processes of a pool, and which of them are idle.
 
     This object has no reference to the pool, so that the pool can be garbage-collected.
     """
@@ -251,7 +251,11 @@ class WorkerPool:
             return sorted(worker.process.pid for worker in self._places.all)
 
     def place(self, thread: int) -> str:
-        """Returns in words in which process the batch of a thread is transformed; see `BatchTransformer`."""
+        """Returns in words which worker process transforms the batch of a thread now.
+
+        `thread` is the identifier of the thread, as of `threading.get_ident`. If all workers are busy, the text says
+        so.
+        """
         worker = self._serving.get(thread)
         if worker is None:
             return f"no worker yet: all {self.num_workers} are busy"
@@ -260,7 +264,7 @@ class WorkerPool:
         )
 
     def __call__(self, arrays: Arrays, *, context: TransformContext) -> Arrays:
-        """Returns the transformed batch. If all workers are busy, waits until one is idle.
+        """Transforms a batch in a worker process and returns its arrays. If all workers are busy, waits for one.
 
         Raises DataError if the transform raises an error, if `MAX_REMAKES` + 1 workers died one after another while
         they transformed this batch, or if the pool was closed.
@@ -401,6 +405,9 @@ def build_transformer(transform: str | TransformFunction | None, *, workers: int
 def transformed(
     fields: dict[str, torch.Tensor], *, by: BatchTransformer, context: TransformContext, pin_memory: bool
 ) -> dict[str, torch.Tensor]:
-    """Transforms the fields of a batch with `by`, and returns them as tensors with the dtypes of `torch_dtype`."""
+    """Transforms the fields of a batch with the transformer `by`, and returns the results as tensors.
+
+    Unsigned integers of 16 and 32 bits become int32 and int64. The tensors are in page-locked memory if `pin_memory`.
+    """
     made = by({name: tensor.numpy() for name, tensor in fields.items()}, context=context)
     return {name: as_tensor(array, pin_memory=pin_memory) for name, array in made.items()}

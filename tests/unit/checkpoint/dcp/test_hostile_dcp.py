@@ -74,7 +74,7 @@ def test_a_call_in_the_metadata_is_refused_and_does_not_run(source: Path) -> Non
     (source / ".metadata").write_bytes(pickle.dumps(Shell(mark)))
     message = refused(source)
     assert re.search(
-        r"it has (posix|nt)\.system where .*Metadata is expected: nothing of it was run", message
+        r"has (posix|nt)\.system where .*Metadata is expected: nothing in the file was run", message
     )
     dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=source)
     change(source, hide)
@@ -104,7 +104,7 @@ def test_a_call_in_an_object_or_a_tensor_does_not_run(source: Path) -> None:
 
     change(source, lead)
     (source.parent / "ours" / "step-00000001.h5").unlink()
-    assert "system, not a plain dense tensor: nothing of it was run" in refused(source)
+    assert "system, not a plain dense tensor: nothing in the archive was run" in refused(source)
     assert not mark.exists()
 
 
@@ -151,12 +151,12 @@ def _no_place(metadata: Metadata) -> None:
     [
         (_outside, "'../secret', which is not a plain file name"),
         (_beyond, "the checkpoint is not complete"),
-        (_other_dtype, r"it holds float32 \[64, 64\], but the metadata says int32"),
+        (_other_dtype, r"the archive holds float32 \[64, 64\], but the metadata says int32"),
         (_missing, "hold 4096 elements, and do not hold each of the 4160 elements"),
         (_overlapping, "chunks overlap or are missing"),
         (_too_long, "bytes together, but its files have only"),
         (_transformed, "transformed by extensions"),
-        (_newer, "its version is '9.0'"),
+        (_newer, "the metadata has version '9.0'"),
         (_no_place, "the metadata does not say where the chunk"),
         (lambda metadata: {"a": 1}, "it has dict where"),
         (lambda metadata: dataclasses.replace(metadata, storage_data=[1]), "not a dict"),

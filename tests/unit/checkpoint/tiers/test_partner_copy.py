@@ -243,7 +243,7 @@ def test_an_offer_that_makes_no_sense_is_refused_and_the_reason_reaches_the_send
     tmp_path: Path, source: Path, change: dict[str, object], reason: str
 ) -> None:
     store = store_of(tmp_path)
-    with serving(store) as partner, pytest.raises(PartnerError, match=f"right.*it reports: .*{reason}"):
+    with serving(store) as partner, pytest.raises(PartnerError, match=f"right.*the node reports: .*{reason}"):
         send_file(source, offer=replace(offer_of(source), **change), partner=partner, token=TOKEN)  # type: ignore[arg-type]
     assert list(store.partner.glob("step-*")) == []
 
@@ -276,7 +276,9 @@ def test_a_partner_whose_disk_fails_says_so_before_all_was_sent(tmp_path: Path) 
     with (
         serving(store) as partner,
         file_size_limit(3 << 20),
-        pytest.raises(PartnerError, match=r"node right, after .* bytes: it reports: cannot write .*limit"),
+        pytest.raises(
+            PartnerError, match=r"node right, after .* bytes: the node reports: cannot write .*limit"
+        ),
     ):
         send_file(large, offer=offer_of(large), partner=partner, token=TOKEN, on_bytes=sent.append)
     assert sum(sent) < 1 << 29

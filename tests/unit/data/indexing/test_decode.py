@@ -234,13 +234,13 @@ def test_a_plain_dataset_has_no_line_and_is_the_same_decoded(case: str, tmp_path
 
 REFUSED: dict[str, tuple[Make, str]] = {
     "two scales": (variable([1], i2, scale_factor=[1.0, 2.0]), "scale_factor is 1, 2: one finite number"),
-    "no number": (variable([1], i2, scale_factor="many"), "its attribute scale_factor is not a number"),
+    "no number": (variable([1], i2, scale_factor="many"), "the attribute scale_factor is not a number"),
     "an empty attribute": (variable([1], i2, _FillValue=h5py.Empty("i2")), "_FillValue"),
     "an infinite scale": (variable([1], i2, scale_factor=np.inf), "one finite number is expected"),
     "a fill value that does not fit": (variable([1], i2, missing_value=-9999.5), "-9999.5.* cannot be stored as int16"),
     "half a range": (variable([1], i2, valid_range=i2(1)), "two numbers are expected"),
     "a strange _Unsigned": (variable([1], np.int8, _Unsigned="perhaps"), "neither true nor false"),
-    "a mask of another shape": (with_mask("x.mask", [True]), r"its mask /x.mask has shape \(1,\), not \(3,\)"),
+    "a mask of another shape": (with_mask("x.mask", [True]), r"the mask /x.mask has shape \(1,\), not \(3,\)"),
     "an empty MATLAB array": (
         variable([0, 0], np.uint64, MATLAB_empty=np.uint8(1)), "uint64|dimensions of an empty MATLAB array",
     ),
@@ -261,11 +261,11 @@ def test_a_number_that_a_table_says_of_no_member_is_warned_about_or_refused(tmp_
         file["x"].attrs["scale_factor"] = 0.5
 
     with pytest.warns(
-        ValuesWarning, match=r"its table has an attribute scale_factor = 0.5.*\(--decode raw reads"
+        ValuesWarning, match=r"the table has an attribute scale_factor = 0.5.*\(--decode raw reads"
     ):
         assert values(indexed(tmp_path, make, fields="x=/x:a")).tolist() == [1]
     with pytest.raises(
-        DataError, match=r"/x of .*a.nc, cannot be decoded: its table has .* which of the members"
+        DataError, match=r"/x of .*a.nc, cannot be decoded: the table has .* which of the members"
     ):
         indexed(tmp_path, make, fields="x=/x:b", decode="cf")
 
@@ -425,5 +425,5 @@ def test_names_with_colons_and_commas_are_escaped(tmp_path: Path) -> None:
         indexed(tmp_path, make, fields=r"x=/t\:u:a")
     with pytest.raises(DataError, match=r"choose a member, as in x=/t\\:u:c\\,d"):
         indexed(tmp_path, make, fields=r"x=/t\:u")
-    with pytest.raises(UsageError, match="decode is cf or raw, not 'zip'"):
+    with pytest.raises(UsageError, match="decode must be cf or raw, not 'zip'"):
         parse_field_paths("x:zip=/x")

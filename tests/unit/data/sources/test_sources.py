@@ -192,7 +192,7 @@ def test_a_function_of_the_working_directory_is_a_source(
     [
         ("digits", {"options": SourceOptions(image_size=(2, 2))}, UsageError, "--size is only for images"),
         ("text:.", {"shuffle": True}, UsageError, "--shuffle needs a known number of samples"),
-        ("json:dumps", {"held_out": 0.1}, UsageError, "pack two functions"),
+        ("json:dumps", {"held_out": 0.1}, UsageError, "write two functions, and pack each of them"),
         ("digits", {"chunk_samples": 3}, UsageError, "--chunk-samples is for compressed shards"),
         ("images:", {}, UsageError, "has no path after the colon"),
         ("images:nowhere", {}, DataError, "does not exist"),

@@ -212,7 +212,7 @@ def test_what_a_transform_may_not_return_is_refused(dataset: Dataset, name: str,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"transform": "worker_transforms"}, "the name of a transform is 'module:function'"),
+        ({"transform": "worker_transforms"}, "the name of a transform must have the form 'module:function'"),
         ({"transform": BY_NAME + "absent"}, "has no attribute 'absent'"),
         ({"transform": "absent.module:f", "workers": 1}, "No module named 'absent'"),
         ({"transform": BY_NAME + "number"}, "is not a function, but int"),
