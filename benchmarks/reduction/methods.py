@@ -143,7 +143,7 @@ def _auto(session: Session, *, num_bytes: int, wire: str, calibration: Path | No
     plan = ReductionRequest(
         algorithm=AUTO, wire=wire, bucket_bytes=max(1, num_bytes), files=CalibrationFiles(run=calibration)
     )
-    return session.reductions.make(plan, gradient_bytes=num_bytes, computes=False).reducer
+    return session.reductions.make(plan, gradient_bytes=num_bytes).reducer
 
 
 def _fixed(session: Session, *, algorithm: str, wire: str) -> BucketReducer:

@@ -56,33 +56,34 @@ class Reductions:
         # In creation order, which is the same on all ranks.
         self._made: list[Reduction] = []
 
-    def make(
-        self, plan: ReductionRequest, *, gradient_bytes: int, shard: ShardKind = "none", computes: bool = True
-    ) -> Reduction:
+    def make(self, plan: ReductionRequest, *, gradient_bytes: int, shard: ShardKind = "none") -> Reduction:
         """Returns a reduction for the buckets of one updater. `close` frees the memory of the reduction. Collective.
 
         Args:
             gradient_bytes: The size of one rank's gradients.
             shard: What a `ZeroUpdater` shards, `optimizer` or `gradients`; `none` for other updaters.
-            computes: Whether the ranks compute while they reduce gradients.
         """
         spare_core = self.has_spare_core()
         made = make_reduction(
             self._world, plan, topology=self._topology, device=self._device, gradient_bytes=gradient_bytes, shard=shard,
             overlap=self.overlap(spare_core=spare_core), spare_core=spare_core,
-            oversubscribed=computes and self.oversubscribed(), nccl=self.nccl(plan.algorithm), note=self._note,
+            nccl=self.nccl(plan.algorithm), note=self._note,
         )  # fmt: skip
         self._made.append(made)
         return made
 
     def overlap(self, *, spare_core: bool) -> bool:
-        """Returns True if reductions are faster when they run during backward. Not collective.
+        """Returns True if reductions are faster when they run during backward. Collective.
 
         Reductions during backward are faster if reductions wait for a network or a device, or if each rank has a spare
         core. On a single node on which the ranks use every core, reductions would take cores from backward and add
-        context switches.
+        context switches. If ranks outnumber their cores, other ranks compute while a rank waits for the network.
+
+        spare_core: The result of `has_spare_core`.
         """
-        return spare_core or self._topology.num_nodes > 1 or self._device.type != "cpu"
+        if spare_core or self._device.type != "cpu":
+            return True
+        return self._topology.num_nodes > 1 and not self.oversubscribed()
 
     def has_spare_core(self) -> bool:
         """Returns True if every rank has a core that its threads leave free. Collective."""

@@ -33,7 +33,7 @@ from hpctrain.reduce.autotune.link_speed import (
     levels_to_json,
     measure_levels,
 )
-from hpctrain.reduce.autotune.trials import MakeReducer, MatrixProducts, calibrate
+from hpctrain.reduce.autotune.trials import MakeReducer, calibrate
 from hpctrain.reduce.wire_formats import roundings
 from hpctrain.telemetry import write_json
 from hpctrain.topology import Topology
@@ -49,7 +49,6 @@ class CalibrationKey:
 
     Measurements are used again only under the same conditions.
 
-    load: `computation` if the ranks computed during the measurements, otherwise `none`.
     versions: versions of the libraries that a reduction uses, by name.
     """
 
@@ -57,7 +56,6 @@ class CalibrationKey:
     emulated: bool
     backend: str
     device: str
-    load: str
     candidates: tuple[Candidate, ...]
     versions: tuple[tuple[str, str], ...]
 
@@ -68,13 +66,11 @@ class CalibrationKey:
         topology: Topology,
         backend: str,
         device: str,
-        under_load: bool,
         candidates: tuple[Candidate, ...],
         versions: dict[str, str],
     ) -> CalibrationKey:
         return cls(
             ranks_by_node=topology.ranks_by_node, emulated=topology.emulated, backend=backend, device=device,
-            load="computation" if under_load else "none",
             candidates=candidates, versions=tuple(sorted(versions.items())),
         )  # fmt: skip
 
@@ -224,7 +220,6 @@ class AutoChoice:
     source: where the measurements come from, as text.
     levels: measured speeds of the links.
     seconds: duration of the calibration.
-    load: `computation` if the ranks computed during the measurements, otherwise `none`.
     """
 
     candidate: Candidate
@@ -233,12 +228,11 @@ class AutoChoice:
     source: str
     levels: tuple[LinkSpeed, ...] = ()
     seconds: float = 0.0
-    load: str = "none"
 
     def record(self) -> dict[str, Any]:
         """Returns the choice and its measurements as JSON values, for the run's record."""
         return {
-            "source": self.source, "calibration_s": self.seconds, **self.candidate._asdict(), "load": self.load,
+            "source": self.source, "calibration_s": self.seconds, **self.candidate._asdict(),
             "bucket_bytes": self.bucket_bytes, "levels": levels_to_json(self.levels), **self.measured.record(),
         }  # fmt: skip
 
@@ -251,14 +245,12 @@ class TrialResults:
     source: where the measurements come from, as text.
     levels: measured speeds of the links.
     seconds: duration of the calibration.
-    load: `computation` if the ranks computed during the measurements, otherwise `none`.
     """
 
     choice: Choice
     source: str
     levels: tuple[LinkSpeed, ...] = ()
     seconds: float = 0.0
-    load: str = "none"
 
     def choose(
         self, *, gradient_bytes: int, bucket_bytes: int | None = None, overlap: bool = True
@@ -274,7 +266,7 @@ class TrialResults:
         size = bucket_bytes or choice.bucket_bytes(gradient_bytes=gradient_bytes, overlap=overlap)
         return AutoChoice(
             candidate=choice.fastest(bucket_sizes(gradient_bytes, bucket_bytes=size)), measured=choice,
-            bucket_bytes=size, source=self.source, levels=self.levels, seconds=self.seconds, load=self.load,
+            bucket_bytes=size, source=self.source, levels=self.levels, seconds=self.seconds,
         )  # fmt: skip
 
 
@@ -318,7 +310,6 @@ def find_choice(
     files: CalibrationFiles | None = None,
     versions: Mapping[str, str] | None = None,
     note: Callable[[str], None] = lambda text: None,
-    under_load: bool = False,
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrialResults:
@@ -331,8 +322,6 @@ def find_choice(
     files: files from which measurements are read and to which new measurements are written; None: no files.
     versions: versions of the libraries by name; None: they are determined here.
     note: called on every rank with a message about anything that could not be read, written or measured.
-    under_load: True if there are more ranks than cores and buckets are reduced during backward. The ranks then compute
-    during the measurements. The same on every rank.
     budget_s: time for the measurements, in seconds.
 
     Raises UsageError if `candidates` is empty.
@@ -345,7 +334,7 @@ def find_choice(
         return TrialResults(choice=Choice.only(exact), source=f"not measured: {why}")
     files = files or CalibrationFiles()
     key = CalibrationKey.of(
-        topology=topology, backend=world.reduction_backend, device=device.type, under_load=under_load,
+        topology=topology, backend=world.reduction_backend, device=device.type,
         candidates=tuple(candidates),
         versions=dict(versions if versions is not None else reduction_versions(world.reduction_backend)),
     )  # fmt: skip
@@ -356,7 +345,7 @@ def find_choice(
         kept, source = StoredCalibration.from_json(looked.kept), looked.source
     else:
         kept, notes = _measure(
-            world, make=make, candidates=candidates, topology=topology, device=device, under_load=under_load,
+            world, make=make, candidates=candidates, topology=topology, device=device,
             budget_s=budget_s, clock=clock,
         )  # fmt: skip
         for text in notes:
@@ -367,7 +356,7 @@ def find_choice(
     return TrialResults(
         choice=Choice.of_measurements(kept.measurements, floor=LinkFloor.of(topology, kept.levels)),
         source=source, levels=kept.levels,
-        seconds=kept.seconds, load=key.load,
+        seconds=kept.seconds,
     )  # fmt: skip
 
 
@@ -403,7 +392,6 @@ def _measure(
     candidates: Sequence[Candidate],
     topology: Topology,
     device: torch.device,
-    under_load: bool,
     budget_s: float,
     clock: Callable[[], float],
 ) -> tuple[StoredCalibration, list[str]]:
@@ -412,7 +400,7 @@ def _measure(
     levels_s = clock() - began
     found = calibrate(
         world, make=make, candidates=candidates, device=device, floor=LinkFloor.of(topology, levels),
-        compute=MatrixProducts() if under_load else None, budget_s=budget_s, clock=clock,
+        budget_s=budget_s, clock=clock,
     )  # fmt: skip
     seconds = levels_s + found.seconds
     kept = StoredCalibration(measurements=found.measurements, levels=levels, seconds=seconds)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 NUMELS = (3, 1_000, 30_000, 700_000, 250_000)
 
 
-def choose_and_sum(world: World, directory: str, nodes: list[str], under_load: bool) -> dict[str, Any]:
+def choose_and_sum(world: World, directory: str, nodes: list[str]) -> dict[str, Any]:
     """Measure, take what was measured a second time from the file, and sum buckets of many sizes by it."""
     topology = Topology.from_node_names(nodes, emulated=True)
     maker = ReducerMaker(world, topology=topology)
@@ -34,7 +34,6 @@ def choose_and_sum(world: World, directory: str, nodes: list[str], under_load: b
         find_choice(
             world, make=make, candidates=candidates, topology=topology, device=CPU,
             files=CalibrationFiles(run=Path(directory) / "reduction.json"), note=notes.append,
-            under_load=under_load,
         )
         for _ in range(2)
     ]  # fmt: skip

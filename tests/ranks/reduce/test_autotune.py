@@ -20,25 +20,19 @@ needs_horovod = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("backend", "nodes", "levels", "under_load"),
+    ("backend", "nodes", "levels"),
     [
-        ("mpi", ["a", "a"], ["local"], False),
-        ("mpi", ["a", "a", "b", "b"], ["local", "node"], False),
-        ("mpi", ["a", "a", "b", "b"], ["local", "node"], True),
-        pytest.param("horovod", ["a", "b"], ["node"], True, marks=needs_horovod),
+        ("mpi", ["a", "a"], ["local"]),
+        ("mpi", ["a", "a", "b", "b"], ["local", "node"]),
+        pytest.param("horovod", ["a", "b"], ["node"], marks=needs_horovod),
     ],
-    ids=[
-        "mpi, one node",
-        "mpi, two nodes",
-        "mpi, two nodes, beside computation",
-        "horovod, beside computation",
-    ],
+    ids=["mpi, one node", "mpi, two nodes", "horovod"],
 )
 def test_all_ranks_choose_the_same_and_sum_right(
-    tmp_path: Path, backend: str, nodes: list[str], levels: list[str], under_load: bool
+    tmp_path: Path, backend: str, nodes: list[str], levels: list[str]
 ) -> None:
     outputs = run_ranks(
-        len(nodes), autotune_cases.choose_and_sum, str(tmp_path), nodes, under_load, backend=backend
+        len(nodes), autotune_cases.choose_and_sum, str(tmp_path), nodes, backend=backend
     ).outputs
     assert outputs == [outputs[0]] * len(nodes)
     found = outputs[0]
@@ -48,10 +42,8 @@ def test_all_ranks_choose_the_same_and_sum_right(
     assert 0 < found["record"]["calibration_s"] < SECONDS_AT_MOST
     assert found["sources"][1] == f"from {tmp_path / 'reduction.json'}"
     assert found["levels"] == levels
-    assert found["record"]["load"] == ("computation" if under_load else "none")
     measured = [point for one in found["record"]["candidates"] for point in one["measured"]]
-    # Beside computation there may be time for one size only.
-    assert len({point["bytes"] for point in measured}) > (0 if under_load else 1)
+    assert len({point["bytes"] for point in measured}) > 1
     assert all(point["seconds"] > 0 for point in measured)
     chosen = found["record"]["algorithm"], found["record"]["wire"]
     assert chosen in {(one["algorithm"], one["wire"]) for one in found["record"]["candidates"]}

@@ -54,7 +54,8 @@ CASES = {
     "each bound to two": (Case(nodes="aa", cores=[{0, 1}, {2, 3}]), True),
     "one has none to spare": (Case(nodes="aaa", cores=[{0, 1}, {2}, {3, 4}]), False),
     "two nodes with all cores in use": (Case(nodes="ab", cores=[{0}, {0}]), True),
-    "nodes made up on one machine": (Case(nodes="ab", hosts="xx", cores=[{0}, {0}]), True),
+    "nodes made up on one machine share its cores": (Case(nodes="ab", hosts="xx", cores=[{0}, {0}]), False),
+    "two nodes with two ranks on a core": (Case(nodes="aab", cores=[{0}, {0}, {0}]), False),
     "a device": (Case(nodes="aa", cores=[{0}, {0}], device="cuda"), True),
     "one rank on one core": (Case(nodes="a", cores=[{0}]), False),
 }

@@ -37,7 +37,6 @@ def find(
     *,
     topology: Topology = NODES,
     versions: dict[str, str] | None = None,
-    under_load: bool = False,
 ) -> tuple[TrialResults, list[str], list[str]]:
     """`find_choice` on threads: what all ranks found, which reducers were made, and rank 0's notes."""
 
@@ -47,7 +46,7 @@ def find(
         found = find_choice(
             world, make=make_real(world, topology, made=made), candidates=CANDIDATES, topology=topology,
             device=CPU, files=files, versions=versions or {"hpctrain": "1"}, note=notes.append,
-            under_load=under_load, budget_s=0.2, clock=TickingClock(),
+            budget_s=0.2, clock=TickingClock(),
         )  # fmt: skip
         return found, made, notes
 
@@ -71,19 +70,18 @@ def test_a_second_start_takes_the_numbers_of_the_first(tmp_path: Path) -> None:
     assert second.levels == first.levels
 
 
-def test_other_ranks_versions_or_load_measure_anew_and_keep_what_was_there(tmp_path: Path) -> None:
+def test_other_ranks_or_versions_measure_anew_and_keep_what_was_there(tmp_path: Path) -> None:
     files = CalibrationFiles(run=tmp_path / "reduction.json")
     first, _, _ = find(files)
     for options, name in (
         ({"topology": Topology.from_node_names(["a", "b"])}, "ranks by node"),
         ({"versions": {"hpctrain": "2"}}, "versions"),
-        ({"under_load": True}, "load"),
     ):
         _, made, notes = find(files, **options)
         assert sorted(made) == ["direct", "flat"]
         assert len(notes) == 1
         assert f"measurements of other {name}" in notes[0]
-    assert len(json.loads((tmp_path / "reduction.json").read_text())["entries"]) == 4
+    assert len(json.loads((tmp_path / "reduction.json").read_text())["entries"]) == 3
     again, made, _ = find(files)
     assert made == []
     assert again.choice == first.choice

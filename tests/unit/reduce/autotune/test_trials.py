@@ -94,12 +94,8 @@ def run(
     num_ranks: int = 3,
     room: dict[str, int] | None = None,
     floor: LinkFloor | None = None,
-    unit_s: float | None = None,
 ) -> tuple[list[Calibration], list[list[FakeReducer]], list[float]]:
-    """Calibrate over `costs` by name: what each rank found, its reducers, and its clock at the end.
-
-    unit_s: of a computation beside which the reductions run, on one core that both share; None for none.
-    """
+    """Calibrate over `costs` by name: what each rank found, its reducers, and its clock at the end."""
 
     def on_rank(world: World) -> tuple[Calibration, list[FakeReducer], float]:
         clock = FakeClock()
@@ -115,7 +111,6 @@ def run(
         candidates = [Candidate(name, "fp32") for name in costs]
         found = calibrate(
             world, make=make, candidates=candidates, device=CPU, floor=floor, clock=clock,
-            compute=None if unit_s is None else lambda units: clock.advance(units * unit_s),
         )  # fmt: skip
         return found, made, clock.now_s
 
@@ -238,50 +233,3 @@ def test_sizes_end_where_one_node_has_no_memory_for_them() -> None:
             (name, size) for name in "ab" for size in (1 << 12, 1 << 15, 1 << 18)
         }
         assert "b found no memory" in one.notes[0]
-
-
-def beside(*, alone: CostOf, busy: CostOf) -> CostOf:
-    """The cost of a reduction by itself, and what it takes of a core on which its thread runs beside computation."""
-
-    def cost(rank: int, num_bytes: int) -> float:
-        on_thread = threading.current_thread().name == "hpctrain-reduce"
-        return (busy if on_thread else alone)(rank, num_bytes)
-
-    return cost
-
-
-# As on slow links: one waits little but polls, the other waits longer and needs less of the processor.
-POLLS = beside(alone=link(1e-3, 4e-9), busy=link(2e-3, 8e-9))
-WAITS = beside(alone=link(2e-3, 6e-9), busy=link(1e-3, 2e-9))
-
-
-@pytest.mark.parametrize(("unit_s", "best"), [(None, "polls"), (5e-4, "waits")], ids=["by itself", "beside"])
-def test_beside_computation_what_needs_less_of_the_processor_is_chosen(
-    unit_s: float | None, best: str
-) -> None:
-    found, made, clocks = run({"polls": POLLS, "waits": WAITS}, unit_s=unit_s)
-    choice = Choice.of_measurements(found[0].measurements)
-    assert found[0] == found[1] == found[2]
-    assert {choice.fastest([1 << size]) for size in range(27)} == {Candidate(best, "fp32")}
-    assert all(reducer.closed for reducers in made for reducer in reducers)
-    assert max(clocks) < 2.0
-
-
-def test_what_computation_takes_itself_is_no_part_of_a_measurement() -> None:
-    found, _, _ = run({"polls": POLLS, "waits": WAITS}, unit_s=5e-4)
-    choice = Choice.of_measurements(found[0].measurements)
-    for size in (1 << 12, 1 << 18, 1 << 20):
-        assert choice.costs[Candidate("waits", "fp32")].at(size) == pytest.approx(
-            1e-3 + size * 2e-9, rel=1e-3
-        )
-
-
-def test_beside_computation_the_links_still_limit_what_is_chosen() -> None:
-    """A reduction whose bytes take the link longer than another one's processor time is not chosen."""
-    floor = LinkFloor(num_ranks=8, num_nodes=4, ranks_per_node=2, bytes_per_s=2e8)
-    costs = {"hierarchical": POLLS, "flat": WAITS}  # 7.5 and 8.75 ns per byte on the link
-    found, _, _ = run(costs, floor=floor, unit_s=5e-4)
-    cheap, fast = Candidate("flat", "fp32"), Candidate("hierarchical", "fp32")
-    choice = Choice.of_measurements(found[0].measurements, floor=floor)
-    assert choice.fastest([1 << 15]) == cheap  # latency
-    assert choice.fastest([1 << 23]) == fast
