@@ -19,6 +19,7 @@ from hpctrain.run.recipe.sections import (
     GuardsSection,
     LimitsSection,
     RecipeSection,
+    ScalingSection,
     StopSection,
     StragglersSection,
     TelemetrySection,
@@ -375,6 +376,7 @@ class Recipe(RecipeSection):
     limits: LimitsSection = LimitsSection()
     telemetry: TelemetrySection = TelemetrySection()
     stragglers: StragglersSection = StragglersSection()
+    scaling: ScalingSection = ScalingSection()
     slurm: SlurmSection = SlurmSection()
 
     @model_validator(mode="after")

@@ -113,6 +113,7 @@ class RunMetrics:
             "slow_ended": lambda record: self._slow_changed(record, is_slow=False),
             "stopped": self._stopped,
             "energy": self._energy,
+            "scaling": self._scaling,
         }
 
     def receive(self, record: Mapping[str, Any]) -> None:
@@ -242,6 +243,15 @@ class RunMetrics:
             for metric, name in _OF_GPUS.items():
                 if device[name] is not None:
                     self._set(metric, device[name], gpu)
+
+    def _scaling(self, record: Mapping[str, Any]) -> None:
+        by_nodes = {one["nodes"]: one for one in record["predictions"]}
+        if record["nodes"] not in by_nodes:  # nothing can be said
+            return
+        now, advised = by_nodes[record["nodes"]], by_nodes[record["advised_nodes"]]
+        self._set("hpctrain_advised_nodes", record["advised_nodes"])
+        self._set("hpctrain_advised_time_ratio", advised["time_s"] / now["time_s"])
+        self._set("hpctrain_advised_node_time_ratio", advised["node_hours"] / now["node_hours"])
 
     def _add(self, name: str, value: float = 1.0, *labels: str) -> None:
         values = self._values[name]
