@@ -270,7 +270,7 @@ def carry_out(
         open_sinks(sinks, recipe, session=session, facts=facts)
         advisor = open_advisor(
             sinks, recipe, session=session, environment=environment, step=resumed.position.step, total_steps=steps,
-            started=started,
+            started=started, stop=stop,
         )  # fmt: skip
         settings = build_settings(recipe, session=session, steps=steps)
         recorder = RunRecorder(

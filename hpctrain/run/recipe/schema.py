@@ -389,6 +389,11 @@ class Recipe(RecipeSection):
             raise ValueError(
                 "checkpoint.keep_best needs data.held_out and telemetry.evaluate_every_steps, which give its metric"
             )
+        if self.scaling.act and self.run.ranks is not None:
+            raise ValueError(
+                f"scaling.act = true changes the number of ranks, and run.ranks = {self.run.ranks} forbids it: leave "
+                "one of them out"
+            )
         if self.checkpoint.signal in self.stop.signals:
             raise ValueError(
                 f"{self.checkpoint.signal} is checkpoint.signal and one of stop.signals: choose another, or "

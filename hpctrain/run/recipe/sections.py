@@ -158,6 +158,20 @@ class ScalingSection(RecipeSection):
         "Other runs use what they measure.",
     )
 
+    act: bool = Field(
+        False,
+        description="Whether the run acts on the advice: after a save it stops, and its job (of `hpctrain slurm "
+        "submit`) continues it on the advised number of nodes. Needs `max_nodes`.",
+    )
+    act_after_minutes: float = Field(
+        30.0,
+        ge=0,
+        description="`act`: time from the start of training to the first request for other nodes, counted again from "
+        "each start, in minutes.",
+    )
+
+    every_s: float = Field(30.0, gt=0, description="Time between two computations of the advice, s.")
+
     @field_validator("link")
     @classmethod
     def _is_rate(cls, value: str | None) -> str | None:
@@ -172,6 +186,10 @@ class ScalingSection(RecipeSection):
     def _limits_fit(self) -> ScalingSection:
         if self.min_nodes is not None and self.max_nodes is not None and self.min_nodes > self.max_nodes:
             raise ValueError(f"min_nodes = {self.min_nodes} is above max_nodes = {self.max_nodes}")
+        if self.act and self.max_nodes is None:
+            raise ValueError(
+                "act = true needs max_nodes: the largest number of nodes that the run may ask for"
+            )
         return self
 
 

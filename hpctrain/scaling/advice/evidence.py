@@ -140,7 +140,7 @@ class RunEvidence:
                 ReadyBucket(float(size), min(1.0, max(0.0, ready / buckets["backward_s"])))
                 for size, ready in zip(buckets["bytes"], buckets["ready_s"], strict=True)
             ) if buckets["backward_s"] > 0 else (),
-            algorithm=str(environment["algorithm"]), wire=str(environment["wire"]),
+            algorithm=str(environment["algorithm"]).removeprefix("auto: "), wire=str(environment["wire"]),
             overlap=bool((environment.get("reduction") or {}).get("overlap", True)),
             cores=len({core for rank in here for core in rank["cores"]}) or 1, threads=int(ranks[0]["threads"]),
             offloaded=str(ranks[0]["device"]) != "cpu",

@@ -326,7 +326,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         name="hpctrain_stops_total", type=_COUNTER, unit="", labels=("reason",), serves=("M10",),
         help="How often the run was stopped before its last step, with its state saved: by a signal, as at a "
-        "preemption, or by the time_limit.",
+        "preemption, by the time_limit, or by scaling, to continue on another number of nodes.",
     ),
     Metric(
         name="hpctrain_failed_attempts_total", type=_COUNTER, unit="", labels=("cause",), serves=("M1",),

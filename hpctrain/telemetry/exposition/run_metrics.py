@@ -25,7 +25,7 @@ Value = tuple[str, tuple[str, ...], float]
 # Counters that are 0 from the beginning, so that their first increase is seen.
 _KNOWN_LABELS: dict[str, tuple[str, ...]] = {
     "hpctrain_step_part_seconds_total": PART_KEYS,
-    "hpctrain_stops_total": ("signal", "time_limit"),
+    "hpctrain_stops_total": ("signal", "time_limit", "scaling"),
     "hpctrain_slow": ("input", "compute", "other", "checkpoint", "network"),
 }
 
@@ -265,9 +265,16 @@ _OF_GPUS = {"hpctrain_gpu_utilisation_ratio": "utilisation", "hpctrain_gpu_memor
 _ABSENT_AT_FIRST = frozenset({"hpctrain_device_compute_seconds_total"})
 
 
-def stop_reason(text: str) -> str:
-    """Returns the label `signal` or `time_limit` for a stop.
+# How the reason of a stop begins if the run stops to continue on another number of nodes.
+SCALING_STOP = "scaling: "
 
-    text: the field `reason` of a record `stopped`, which contains the names of signals or names a time limit.
+
+def stop_reason(text: str) -> str:
+    """Returns the label `signal`, `time_limit` or `scaling` for a stop.
+
+    text: the field `reason` of a record `stopped`, which contains the names of signals, names a time limit, or says
+    why the run is to continue on another number of nodes.
     """
+    if text.startswith(SCALING_STOP):
+        return "scaling"
     return "signal" if text.startswith("SIG") else "time_limit"

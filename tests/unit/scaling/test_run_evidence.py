@@ -26,7 +26,7 @@ def start(*, nodes: int = 2, per_node: int = 2, time: float = 100.0, **changes: 
         "ranks_by_node": by_node, "node_names": [f"n{node}" for node in range(nodes)], "start": {"seconds": 4.0},
         "algorithm": "hierarchical", "wire": "fp32", "reduction": {"overlap": True},
         "ranks": [
-            {"rank": rank, "node": f"n{node}", "threads": 3, "device": "cpu", "cores": list(range(3 * rank, 3 * rank + 3))}
+            {"rank": rank, "node": f"n{node}", "threads": 3, "device": "cpu", "cores": [3 * rank + k for k in range(3)]}
             for node, ranks in enumerate(by_node)
             for rank in ranks
         ],
