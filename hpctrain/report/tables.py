@@ -364,7 +364,7 @@ def other_nodes(run: RunData) -> Table | None:
         name=f"nodes-{run.label}", title=f"Other numbers of nodes for {run.label}", head="nodes", rows=rows,
         columns=[f"{one.nodes}" + (" (now)" if one.nodes == advice.nodes else "") for one in found],
         note="Predicted for the same global batch, with as many ranks on each node; from, to: 90 % interval. Waiting "
-        "in a queue for nodes is not included.",
+        f"in a queue for nodes is not included. From {advice.basis}.",
     )  # fmt: skip
 
 

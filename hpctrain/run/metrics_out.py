@@ -49,7 +49,7 @@ from hpctrain.version import __version__
 
 _TAIL_BYTES = 1 << 20
 # Causes in `attempts.jsonl` of attempts that did not fail.
-_NO_FAILURES = frozenset({"finished", "wall clock", "preemption", "cancelled"})
+_NO_FAILURES = frozenset({"finished", "wall clock", "preemption", "cancelled", "other nodes"})
 
 
 def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:

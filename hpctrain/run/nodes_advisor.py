@@ -82,7 +82,8 @@ class NodesRequest:
             return None
         content = f"{advice.advised}\n{advice.text}\n".encode()
         replace_file(self._wish, content, partial=self._wish.with_name(f".{self._wish.name}.partial"))
-        self._stop.request(f"{SCALING_STOP}{advice.text}")
+        # Without parentheses, at which readers of the line about the stop would end the reason.
+        self._stop.request(f"{SCALING_STOP}{advice.advised} instead of {advice.nodes} nodes")
         return {
             "kind": "resize", "time": time.time(), "step": step, "nodes": advice.nodes, "to_nodes": advice.advised,
             "reason": advice.text,
@@ -181,9 +182,8 @@ class NodesAdvisor:
     def take(self) -> list[dict[str, Any]]:
         """Returns the records of the advice since the last call, with the fields that docs/metrics.md describes."""
         found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._records.get_nowait())
+        while not self._records.empty():  # only this thread takes records out
+            found.append(self._records.get_nowait())
         return found
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ class NodesAdvice:
         goal: What the advice is to lower.
         predictions: The rest of the run on each number of nodes that was looked at, ascending; also on the present one.
         missing: What would have to be known to say more; "" if nothing is missing.
+        basis: What the predictions assume of computing and of the link, and where it comes from, as text.
     """
 
     text: str
@@ -52,6 +53,7 @@ class NodesAdvice:
     goal: ScalingGoal
     predictions: tuple[NodesPrediction, ...] = ()
     missing: str = ""
+    basis: str = ""
 
     @property
     def moves(self) -> bool:
@@ -65,7 +67,7 @@ class NodesAdvice:
         """Returns the fields of a record `scaling`, as docs/metrics.md describes them."""
         return {
             "text": self.text, "nodes": self.nodes, "advised_nodes": self.advised, "goal": self.goal.value,
-            "missing": self.missing, "predictions": [asdict(one) for one in self.predictions],
+            "missing": self.missing, "basis": self.basis, "predictions": [asdict(one) for one in self.predictions],
         }  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def advise_nodes(
         text = _stay_text(job, others, now, goal=goal, least_gain=least_gain, missing=missing)
     return NodesAdvice(
         text=text, nodes=job.nodes, advised=advised.nodes, goal=goal,
-        predictions=tuple(found[nodes] for nodes in sorted(found)), missing=missing,
+        predictions=tuple(found[nodes] for nodes in sorted(found)), missing=missing, basis=_basis(job),
     )  # fmt: skip
 
 
@@ -209,6 +211,14 @@ def _stay_text(
         f"stays on {_nodes(now.nodes)}: no other number from {within} changes {_COUNTED[goal]} by more than the "
         "model's error" + tail
     )
+
+
+def _basis(job: MeasuredJob) -> str:
+    fixed, link = job.fixed, job.link
+    text = f"{fixed.value:.0%} of computing does not depend on the samples ({fixed.source})"
+    if link is not None:
+        text += f"; rate of a node's link {link.bytes_per_s / 1e6:,.0f} MB/s ({link.source})"
+    return text
 
 
 def _nodes(count: int) -> str:

@@ -273,7 +273,7 @@ def stop_reason(text: str) -> str:
     """Returns the label `signal`, `time_limit` or `scaling` for a stop.
 
     text: the field `reason` of a record `stopped`, which contains the names of signals, names a time limit, or says
-    why the run is to continue on another number of nodes.
+    on how many nodes the run is to continue.
     """
     if text.startswith(SCALING_STOP):
         return "scaling"

@@ -213,7 +213,7 @@ def test_a_run_asks_at_a_save_when_the_advice_has_stayed_the_same(tmp_path: Path
     assert (asked["kind"], asked["step"], asked["nodes"], asked["to_nodes"]) == ("resize", 12, 2, 4)
     assert asked["reason"] == "4 it is"
     assert (tmp_path / "wish").read_text() == "4\n4 it is\n"
-    assert stop.signal_name == "scaling: 4 it is"
+    assert stop.signal_name == "scaling: 4 instead of 2 nodes"
     assert asks.at_save(13) is None  # once
 
 
@@ -283,7 +283,7 @@ def test_a_run_that_asks_stops_with_its_state_saved_and_its_reason_in_the_record
     pack_arrays(tmp_path / "data", {"x": np.ones((40, 4), np.float32)})
     monkeypatch.setenv(WISH_VARIABLE, str(tmp_path / "wish"))
     acts = {"act": True, "max_nodes": 4, "act_after_minutes": 0.0, "link": "100gbit", "goal": "time"}
-    with pytest.raises(StoppedEarly, match="scaling: 4 nodes instead of 1 would finish in"):
+    with pytest.raises(StoppedEarly, match=r"\(scaling: 4 instead of 1 nodes\); the state is saved"):
         train(
             tmp_path, num_ranks=1, scaling=acts, checkpoint={"every_steps": 10}, stop=StopRequest(),
             run={"directory": str(tmp_path / "run"), "steps": 5000},
@@ -295,7 +295,8 @@ def test_a_run_that_asks_stops_with_its_state_saved_and_its_reason_in_the_record
     assert asked["reason"] == reason
     assert (asked["nodes"], asked["to_nodes"]) == (1, 4)
     (stopped,) = records_of(directory, "stopped")
-    assert stopped["reason"] == f"scaling: {reason}"
+    assert stopped["reason"] == "scaling: 4 instead of 1 nodes"
+    assert reason.startswith("4 nodes instead of 1 would finish in ")
     last = max(newest(directory, "step"))
     assert last == asked["step"] + 1
     assert max(newest(directory, "checkpoint")) == last

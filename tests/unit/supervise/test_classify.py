@@ -61,6 +61,15 @@ def test_ranks_that_saved_when_they_were_ended_for_a_late_start_are_a_hang() -> 
     assert classify(Evidence(exit_code=75, overdue_s=300.0, signals=["SIGINT"])).cause is AttemptEnd.CANCELLED
 
 
+def test_ranks_that_stop_to_continue_on_other_nodes_are_not_cancelled() -> None:
+    line = "hpctrain: stopped after step 40 of 100 (scaling: 4 instead of 2 nodes on rank 0); the state is saved"
+    found = classify(Evidence(exit_code=75, lines=[line]))
+    assert found.cause is AttemptEnd.OTHER_NODES
+    assert "scaling: 4 instead of 2 nodes" in found.reason
+    # Whoever ends the run meanwhile wants it ended.
+    assert classify(Evidence(exit_code=75, lines=[line], signals=["SIGTERM"])).cause is AttemptEnd.CANCELLED
+
+
 @pytest.mark.parametrize("signals", [(), ("SIGTERM",)])
 def test_sigterm_is_a_preemption_where_slurm_says_so_and_else_somebodys_wish(
     signals: tuple[str, ...],
