@@ -41,6 +41,10 @@ def report_command(
     png: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write each figure as a PNG file.")
     ] = None,
+    as_json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write conclusions and tables with unrounded numbers."),
+    ] = None,
     scaling: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A file that `hpctrain bench scaling --json` has written."),
@@ -49,8 +53,8 @@ def report_command(
         str | None,
         typer.Option(
             metavar="RATE",
-            help="Link rate of a node, such as 100gbit, for the shortest possible time of a reduction [default: what "
-            "the run has measured].",
+            help="Link rate of a node, such as 100gbit, for the shortest possible time of a reduction, and for advice "
+            "to a run on one node [default: what the run has measured].",
         ),
     ] = None,
     prices: Annotated[
@@ -65,6 +69,7 @@ def report_command(
     \b
     hpctrain report runs/digits
     hpctrain report runs/digits-1 runs/digits-8 --html report.html
+    hpctrain report runs/digits --link 100gbit --json report.json    # would more nodes pay?
     hpctrain report runs/digits-8 --scaling sweep.json --html report.html --csv tables --png figures
     """
     from hpctrain.launch import SlurmController
@@ -76,6 +81,7 @@ def report_command(
         write_html,
         write_markdown,
         write_png,
+        write_report_json,
     )
     from hpctrain.scaling import parse_rate
 
@@ -95,7 +101,10 @@ def report_command(
             typer.echo(f"  - {each.text}")
         if not conclusions:
             typer.echo("  - nothing stands out, or too little was recorded")
-    for path, write in ((html, write_html), (markdown, write_markdown), (csv, write_csv), (png, write_png)):
+    outputs = (
+        (html, write_html), (markdown, write_markdown), (csv, write_csv), (png, write_png), (as_json, write_report_json)
+    )  # fmt: skip
+    for path, write in outputs:
         if path is not None:
             write(found, path)
             typer.echo(f"written: {path}")

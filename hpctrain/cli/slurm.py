@@ -96,29 +96,54 @@ def cancel_command(
 
 
 def resize_command(
-    target: Target,
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="The recipe, the run directory, or the number of the job.",
+            metavar="RECIPE|RUN_DIRECTORY|JOB",
+        ),
+    ],
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes to continue with.")],
     overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check everything, and print what would be done; change nothing."),
+    ] = False,
+    reason: Annotated[str, typer.Option(help="Why, for the record of the run's jobs.")] = "",
 ) -> None:
-    """Continue a run on another number of nodes: its ranks save and stop, and a new job begins where they stopped.
+    """Continue a run on another number of nodes.
 
     \b
     hpctrain slurm resize recipe.toml --nodes 2
+    hpctrain slurm resize 1234 --nodes 4 --dry-run
     hpctrain slurm resize runs/digits --nodes 8 --set slurm.time=12:00:00
 
-    The new job is submitted first, to begin when the present one has ended. If Slurm refuses it, nothing changes. A
-    running job with slurm.shrinkable = true gives nodes back instead.
+    A job that waits keeps its place in the queue, and asks for the other number of nodes. The ranks of a running job
+    save and stop, and a new job begins where they stopped; it is submitted first, so that nothing changes if Slurm
+    refuses it. A running job with slurm.shrinkable = true gives nodes back instead.
     """
-    from hpctrain.slurm import find_run, resize
+    from hpctrain.slurm import ResizeWay, carry_out_resize, find_run, plan_resize, run_of_job
 
-    directory, _ = find_run(target, overrides=overrides or [])
-    done = resize(directory, nodes=nodes, controller=controller(), overrides=overrides or [])
+    slurm = controller()
+    if target.isdigit() and not Path(target).exists():
+        directory = run_of_job(target, slurm)
+    else:
+        directory, _ = find_run(Path(target), overrides=overrides or [])
+    plan = plan_resize(directory, nodes=nodes, controller=slurm, overrides=overrides or [])
     after = f"{nodes} node{'s' * (nodes > 1)}"
-    if not done.replaced:
-        typer.echo(f"job {done.submission.job_id}: asked to save, and to continue with {after}")
+    if dry_run:
+        if plan.way is ResizeWay.RESUBMIT:
+            from hpctrain.slurm import check_job
+
+            typer.echo(f"would submit a job with {after}: {check_job(plan.planned, slurm)}")
+        for line in plan.describe():
+            typer.echo(f"would do: {line}")
         return
-    typer.echo(f"job {', '.join(done.replaced)}: asked to save and stop")
-    typer.echo(f"submitted job {done.submission.job_id} with {after}, to begin after it")
+    job = carry_out_resize(plan, slurm, reason=reason)
+    for line in plan.describe() if job.by == plan.way.value else ():
+        typer.echo(line)
+    if job.by == ResizeWay.RESUBMIT.value:
+        typer.echo(f"submitted job {job.job_id} with {after}, to begin after it")
 
 
 # `hpctrain slurm render` and `submit`.

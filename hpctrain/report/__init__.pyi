@@ -12,6 +12,7 @@ from .contents import (
     write_html as write_html,
     write_markdown as write_markdown,
     write_png as write_png,
+    write_report_json as write_report_json,
 )
 from .mlflow_export import export_to_mlflow as export_to_mlflow
 from .plots import check_matplotlib as check_matplotlib

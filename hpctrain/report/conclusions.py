@@ -318,6 +318,7 @@ def conclude(
             found += _of_limit(limit, step_s=run.efficiency.step_s)
         if reference is not None and reference.efficiency is not None and reference is not run:
             found += _of_scaling(run, run.efficiency, reference=reference, base=reference.efficiency)
+    found += _of_nodes(run)
     return sorted(found, key=lambda conclusion: -conclusion.weight)
 
 
@@ -476,6 +477,19 @@ def _waiting_text(run: RunData, found: Efficiency, waiting: float) -> str:
     else:
         text += f"in each step for a different rank (serialisation {factors.serialisation:.2f})"
     return text + "."
+
+
+def _of_nodes(run: RunData) -> Iterator[Conclusion]:
+    """Yields the advice on the number of nodes."""
+    advice = run.advice
+    if advice is None:
+        return
+    text = f"{advice.text[0].upper()}{advice.text[1:]}."
+    now = advice.on(advice.nodes)
+    source = f"model of the step, goal {advice.goal.value}"
+    if now is not None:
+        source += f", from a measured step of {1e3 * now.step_s:.3g} ms"
+    yield Conclusion(text=text, source=source, weight=2.5 if advice.moves else 0.4)
 
 
 def _of_attempts(run: RunData) -> Iterator[Conclusion]:

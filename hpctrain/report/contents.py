@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -210,7 +211,10 @@ def make_report(
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise UsageError("a run directory is given twice")
     labels = _labels(directories)
-    runs = [read_run(directory, label=label) for directory, label in zip(directories, labels, strict=True)]
+    runs = [
+        read_run(directory, label=label, link_bytes_per_s=link_bytes_per_s)
+        for directory, label in zip(directories, labels, strict=True)
+    ]
     runs.sort(key=lambda run: run.num_ranks)
     jobs = [job for run in runs for job in run.jobs()]
     slurm_j = None if slurm is None else consumed_energy(slurm, jobs)
@@ -219,7 +223,8 @@ def make_report(
         tables.what_ran(runs), tables.quality(runs), tables.pop(runs), tables.parts(runs),
         *(by_axis(run) for run in runs), reduction_table(runs, limits), tables.step_times(runs),
         sweep_table(sweep) if sweep is not None else None, tables.checkpoints(runs),
-        *(tables.attempts(run) for run in runs), *(tables.incidents(run) for run in runs),
+        *(tables.other_nodes(run) for run in runs), *(tables.attempts(run) for run in runs),
+        *(tables.incidents(run) for run in runs),
         tables.resources(runs, prices=prices, slurm_j=slurm_j),
     ]  # fmt: skip
     conclusions = [
@@ -278,6 +283,21 @@ def write_markdown(report: Report, path: Path) -> None:
             lines.append(_line([name, *row.shown()]))
         lines += ["", *([table.note, ""] if table.note else [])]
     _write(path, "\n".join(lines).encode())
+
+
+def write_report_json(report: Report, path: Path) -> None:
+    """Writes conclusions, tables with unrounded numbers, and notes as JSON.
+
+    Raises UsageError if the file cannot be written.
+    """
+    document = {
+        "schema": "hpctrain.report/1", "title": report.title, "made": report.made, "notes": list(report.notes),
+        "conclusions": [
+            {"of": label, **asdict(each)} for label, conclusions in report.conclusions for each in conclusions
+        ],
+        "tables": [asdict(table) for table in report.tables],
+    }  # fmt: skip
+    _write(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def write_csv(report: Report, directory: Path) -> None:

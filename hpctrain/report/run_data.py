@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.scaling import Efficiency, StepTimes, read_step_times
+from hpctrain.scaling import (
+    Efficiency,
+    NodesAdvice,
+    RunEvidence,
+    ScalingGoal,
+    StepTimes,
+    advise_nodes,
+    no_advice,
+    read_step_times,
+)
 from hpctrain.supervise import Attempt, read_attempts
 from hpctrain.telemetry import ENERGY, STEP, RunDirectory
 
@@ -76,6 +85,8 @@ class RunData:
             training.
         probed_link: The bytes/s of the slowest node's link; None if links were not measured during training.
         calibrations: The entries of reduction.json, which `reduction.algorithm = "auto"` writes.
+        advice: Whether more or fewer nodes would pay, for the steps that are left, or for another run like this one if
+            it has finished; None if an earlier version of hpctrain has written the directory.
     """
 
     directory: Path
@@ -97,6 +108,7 @@ class RunData:
     probe: Mapping[str, Any] | None = None
     probed_link: float | None = None
     calibrations: Sequence[Record] = ()
+    advice: NodesAdvice | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -153,8 +165,10 @@ class RunData:
         return hours
 
 
-def read_run(directory: Path, *, label: str = "") -> RunData:
+def read_run(directory: Path, *, label: str = "", link_bytes_per_s: float | None = None) -> RunData:
     """Returns the content of a run directory.
+
+    link_bytes_per_s: the nominal rate of a node's link, for the advice on a run that has not measured the rate.
 
     Raises UsageError if the directory is not a run directory, and LaunchError if attempts.jsonl cannot be read.
     """
@@ -169,9 +183,15 @@ def read_run(directory: Path, *, label: str = "") -> RunData:
     energy: list[tuple[int, Record]] = []
     gradient_bytes: int | None = None
     probed_link: float | None = None
+    probe = run.document("probe.json")
+    calibrations = (run.document("reduction.json") or {}).get("entries", ())
+    starts = [start for start in run.starts() if "environment" in start]
+    evidence = _evidence(starts, probe=probe, calibrations=calibrations, link_bytes_per_s=link_bytes_per_s)
     for rank, records in enumerate(run.all_records()):
         for record in records:
             kind = record["kind"]
+            if evidence is not None:
+                evidence.add(record, rank=rank)
             if kind in INCIDENTS and (rank == 0 or kind == "damage"):
                 incidents.append(record)
             if kind == ENERGY:
@@ -203,7 +223,7 @@ def read_run(directory: Path, *, label: str = "") -> RunData:
         directory=directory,
         label=label or directory.resolve().name,
         environment=environment,
-        starts=[start for start in run.starts() if "environment" in start],
+        starts=starts,
         summary=summary,
         steps=[steps[step] for step in sorted(steps)],
         checkpoints=[checkpoints[step] for step in sorted(checkpoints)],
@@ -216,7 +236,30 @@ def read_run(directory: Path, *, label: str = "") -> RunData:
         why_no_times=why,
         energy=Energy.of(energy),
         gradient_bytes=gradient_bytes,
-        probe=run.document("probe.json"),
+        probe=probe,
         probed_link=probed_link,
-        calibrations=(run.document("reduction.json") or {}).get("entries", ()),
+        calibrations=calibrations,
+        advice=None if evidence is None else _advice(evidence, starts[-1], summary=summary),
     )
+
+
+def _evidence(
+    starts: Sequence[Record], *, probe: Record | None, calibrations: Sequence[Record], link_bytes_per_s: float | None
+) -> RunEvidence | None:  # fmt: skip
+    """Returns what collects the evidence for advice; None if an earlier version has written the starts."""
+    if not starts or not {"recipe", "total_steps"} <= starts[-1].keys():
+        return None
+    try:
+        return RunEvidence(starts, probe=probe, calibrations=calibrations, link_bytes_per_s=link_bytes_per_s)
+    except KeyError:
+        return None
+
+
+def _advice(evidence: RunEvidence, start: Record, *, summary: Record | None) -> NodesAdvice:
+    scaling = start["recipe"].get("scaling") or {}
+    goal = ScalingGoal(scaling.get("goal", ScalingGoal.BALANCE))
+    try:
+        job = evidence.job(finished=summary is not None and summary["status"] == "finished")
+        return advise_nodes(job, goal=goal, least_gain=scaling.get("least_gain_percent", 0.0) / 100)
+    except UsageError as error:
+        return no_advice(error, nodes=len(start["environment"]["node_names"]), goal=goal)

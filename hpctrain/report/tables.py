@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpctrain.errors import UsageError
 from hpctrain.report.run_data import Record, RunData
-from hpctrain.scaling import Efficiency, against
+from hpctrain.scaling import Efficiency, NodesPrediction, against
 from hpctrain.supervise import effective_time
 from hpctrain.telemetry import STEP_PARTS
 
@@ -335,6 +335,37 @@ def _energy_note(runs: Runs) -> str:
 def _kwh_of_jobs(run: RunData, slurm_j: Mapping[str, float]) -> Value:
     known = [slurm_j[job] for job in run.jobs() if job in slurm_j]
     return sum(known) / J_PER_KWH if known else None
+
+
+def other_nodes(run: RunData) -> Table | None:
+    """Returns the predictions for other numbers of nodes; None if there are none."""
+    advice = run.advice
+    if advice is None or len(advice.predictions) < 2:
+        return None
+    found = advice.predictions
+
+    def row(name: str, value: Callable[[NodesPrediction], Value], specification: str, unit: str = "") -> Row:
+        return Row(name=name, values=[value(one) for one in found], format=specification, unit=unit)
+
+    rows = [
+        row("ranks", lambda one: one.ranks, ",d"),
+        row("step", lambda one: 1e3 * one.step_s, ",.1f", "ms"),
+        row("from", lambda one: 1e3 * one.low_s, ",.1f", "ms"),
+        row("to", lambda one: 1e3 * one.high_s, ",.1f", "ms"),
+        row("time to the end", lambda one: one.time_s / 3600, ",.3g", "h"),
+        row("node-hours", lambda one: one.node_hours, ",.3g"),
+    ]
+    if any(one.energy_j is not None for one in found):
+        kwh = row(
+            "energy", lambda one: None if one.energy_j is None else one.energy_j / J_PER_KWH, ",.3g", "kWh"
+        )
+        rows.append(kwh)
+    return Table(
+        name=f"nodes-{run.label}", title=f"Other numbers of nodes for {run.label}", head="nodes", rows=rows,
+        columns=[f"{one.nodes}" + (" (now)" if one.nodes == advice.nodes else "") for one in found],
+        note="Predicted for the same global batch, with as many ranks on each node; from, to: 90 % interval. Waiting "
+        f"in a queue for nodes is not included. From {advice.basis}.",
+    )  # fmt: skip
 
 
 def attempts(run: RunData) -> Table | None:

@@ -26,6 +26,7 @@ from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.recipe.sections import TelemetrySection
 from hpctrain.run.session import Session
 from hpctrain.telemetry import (
+    ENERGY,
     INFO_LABELS,
     STEP,
     OtlpSink,
@@ -48,7 +49,7 @@ from hpctrain.version import __version__
 
 _TAIL_BYTES = 1 << 20
 # Causes in `attempts.jsonl` of attempts that did not fail.
-_NO_FAILURES = frozenset({"finished", "wall clock", "preemption", "cancelled"})
+_NO_FAILURES = frozenset({"finished", "wall clock", "preemption", "cancelled", "other nodes"})
 
 
 def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
     records: the file with the records of rank 0.
     step: the step from which this start continues.
 
-    In the result, `stopped` is "signal", "time_limit" or None. `lost_steps` is the number of steps that the previous
+    In the result, `stopped` is "signal", "time_limit", "scaling" or None. `lost_steps` is the number of steps that the previous
     start trained after `step`. `lost_s` is the estimated time of these steps in seconds, from the mean time of the
     steps in the last MiB of the records.
     """
@@ -68,7 +69,9 @@ def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
     last = steps[-1]["step"] if steps else step
     beyond = [record["seconds"]["step"] for record in steps if record["step"] > step] or [0.0]
     lost = max(0, last - step)
-    stopped = stop_reason(found[-1]["reason"]) if found and found[-1]["kind"] == "stopped" else None
+    # The last reading of the energy counters follows when the run has stopped.
+    others = [record for record in found if record["kind"] != ENERGY]
+    stopped = stop_reason(others[-1]["reason"]) if others and others[-1]["kind"] == "stopped" else None
     return {"stopped": stopped, "lost_steps": lost, "lost_s": lost * sum(beyond) / len(beyond)}
 
 

@@ -48,6 +48,7 @@ from hpctrain.run.metrics_out import (
     records_steps,
     what_the_last_start_left,
 )
+from hpctrain.run.nodes_advisor import open_advisor
 from hpctrain.run.probe import PROBE_FILE, probe_before_training
 from hpctrain.run.recipe.load import to_toml
 from hpctrain.run.recipe.schema import Recipe
@@ -267,11 +268,15 @@ def carry_out(
         limits.count_earlier(slowest_s)
         facts = RunFacts(started=started, environment=environment, reduction=reduction, clock=clock)
         open_sinks(sinks, recipe, session=session, facts=facts)
+        advisor = open_advisor(
+            sinks, recipe, session=session, environment=environment, step=resumed.position.step, total_steps=steps,
+            started=started, stop=stop,
+        )  # fmt: skip
         settings = build_settings(recipe, session=session, steps=steps)
         recorder = RunRecorder(
             records, settings, resumed=resumed, loaders=[parts.loader, parts.held_out],
             world=session.world, meter=build_energy_meter(recipe, session=session),
-            counts_samples=session.axes.counts_samples,
+            counts_samples=session.axes.counts_samples, advice=None if advisor is None else advisor.take,
         )  # fmt: skip
         checkpoints = Checkpointing(
             settings.checkpoint,

@@ -1,3 +1,17 @@
+from .advice.advise import (
+    NodesAdvice as NodesAdvice,
+    ScalingGoal as ScalingGoal,
+    advise_nodes as advise_nodes,
+    no_advice as no_advice,
+)
+from .advice.evidence import RunEvidence as RunEvidence
+from .advice.predict_nodes import (
+    FixedShare as FixedShare,
+    MeasuredJob as MeasuredJob,
+    MeasuredLink as MeasuredLink,
+    NodesModel as NodesModel,
+    NodesPrediction as NodesPrediction,
+)
 from .efficiency import (
     Efficiency as Efficiency,
     Factors as Factors,

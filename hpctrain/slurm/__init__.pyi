@@ -7,6 +7,13 @@ from .jobs import (
     past_jobs as past_jobs,
     queued_jobs as queued_jobs,
 )
+from .resizing import (
+    ResizePlan as ResizePlan,
+    ResizeWay as ResizeWay,
+    carry_out_resize as carry_out_resize,
+    plan_resize as plan_resize,
+    run_of_job as run_of_job,
+)
 from .status import (
     CheckpointFound as CheckpointFound,
     Progress as Progress,
@@ -20,14 +27,12 @@ from .status import (
 from .submission import (
     JobScript as JobScript,
     PlannedJob as PlannedJob,
-    Resized as Resized,
     active_jobs as active_jobs,
     check_idle as check_idle,
     check_job as check_job,
     kill_jobs as kill_jobs,
     plan_job as plan_job,
     render_script as render_script,
-    resize as resize,
     stop_jobs as stop_jobs,
     submit_job as submit_job,
 )

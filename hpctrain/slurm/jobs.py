@@ -23,13 +23,14 @@ class Submission:
     """A job that `hpctrain slurm` has submitted.
 
     job_id: id of the Slurm job.
-    by: `submit`, `resize` or `shrink` (the same job on fewer nodes).
+    by: `submit`, `resize`, `shrink` (the same job on fewer nodes) or `queue` (the same job, while it waits).
     script: path of the batch script.
     recipe, overrides: the recipe and the `--set` options of the job.
     folder: folder in which sbatch was called, to which the recipe's paths are relative.
     nodes, tasks_per_node: size of the job.
     is_array: True for a job array.
     is_shrinkable: True if the job can continue on fewer nodes.
+    reason: why the number of nodes was changed; "" if nobody gave a reason.
     """
 
     job_id: str
@@ -42,6 +43,7 @@ class Submission:
     tasks_per_node: int
     is_array: bool
     is_shrinkable: bool
+    reason: str = ""
 
 
 def record_path(run_directory: Path) -> Path:
@@ -76,12 +78,11 @@ def newest_submission(run_directory: Path) -> Submission:
 
     Raises UsageError if no such job is recorded, and LaunchError if the record cannot be read.
     """
-    names = Submission.__dataclass_fields__
+    names = [name for name in Submission.__dataclass_fields__ if name != "reason"]
     for line in reversed(_lines(run_directory)):
-        if names.keys() <= line.keys():
-            return Submission(
-                **{**{name: line[name] for name in names}, "overrides": tuple(line["overrides"])}
-            )
+        if set(names) <= line.keys():
+            found = {name: line[name] for name in names} | {"overrides": tuple(line["overrides"])}
+            return Submission(**found, reason=line.get("reason", ""))
     raise UsageError(
         f"no job of {run_directory} is recorded in {record_path(run_directory)}: submit it with `hpctrain slurm "
         "submit`, or give the recipe or run directory of a run that was submitted"

@@ -1,4 +1,4 @@
-"""Plans the job of a recipe, and writes the batch script. Submits, resizes and ends the job."""
+"""Plans the job of a recipe, and writes the batch script. Submits and ends the job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +26,6 @@ from hpctrain.slurm.jobs import (
     FOLDER,
     Job,
     Submission,
-    newest_submission,
-    nodes_path,
     queued_jobs,
     record_path,
     record_submission,
@@ -54,6 +52,7 @@ class JobScript:
     record: file to which a job's script adds the next job, which continues the run.
     ready: file name of the script if it takes the recipe as an argument; otherwise None.
     stop_signal: signal that asks the ranks to stop: USR1 or USR2, the only signals that srun and mpirun forward.
+    acts: True if the run may ask for another number of nodes (`scaling.act`).
     """
 
     name: str
@@ -66,6 +65,7 @@ class JobScript:
     record: Path | None = None
     ready: str | None = None
     stop_signal: Literal["USR1", "USR2"] = "USR1"
+    acts: bool = False
 
 
 def render_script(job: JobScript, *, template: Path | None = None) -> str:
@@ -92,6 +92,7 @@ def render_script(job: JobScript, *, template: Path | None = None) -> str:
         "points": [_set_words(overrides) for overrides in combinations],
         "python": job.python,
         "record": job.record,
+        "acts": job.acts and job.record is not None and not array,
         "run_directory": job.run_directory if job.recipe is None else shlex.quote(job.run_directory),
         "max_restarts": restarts,
         "spares": slurm.spares if job.ready is None else f"${{HPCTRAIN_SPARES:-{slurm.spares}}}",
@@ -278,6 +279,7 @@ def plan_job(
         python=_python(slurm, folder=folder),
         record=record_path(Path(recipe.run.directory)),
         stop_signal=_stop_signal(recipe),
+        acts=recipe.scaling.act,
     )
     text = render_script(job, template=None if template is None else folder / template)
     return PlannedJob(
@@ -292,12 +294,14 @@ def submit_job(
     by: str = "submit",
     arguments: Sequence[str] = (),
     dependency: str | None = None,
+    reason: str = "",
 ) -> Submission:
     """Writes the script into the run directory, submits the script, and records the job in the run directory.
 
     by: what submitted the job, see `Submission`.
     arguments: options of `hpctrain train` for this job alone, such as `--resume never`.
     dependency: Slurm dependency that replaces that of the recipe; None: the recipe's dependency.
+    reason: why the job is submitted, for the record.
 
     Raises LaunchError if Slurm does not accept the job.
     """
@@ -334,6 +338,7 @@ def submit_job(
         tasks_per_node=planned.recipe.slurm.tasks_per_node,
         is_array=planned.is_array,
         is_shrinkable=planned.recipe.slurm.shrinkable,
+        reason=reason,
     )
     try:
         record_submission(planned.run_directory, submission)
@@ -461,79 +466,3 @@ def _python(slurm: SlurmSection, *, folder: Path) -> Path | None:
             f"there is no hpctrain in {prefix / 'bin'}: set slurm.python to the environment where it is installed"
         )
     return prefix
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resized:
-    """Result of `resize`.
-
-    submission: the job that continues the run.
-    replaced: ids of the jobs that end before the job of `submission` starts; empty if the present job itself shrinks.
-    """
-
-    submission: Submission
-    replaced: Sequence[str]
-
-
-def resize(
-    run_directory: Path, *, nodes: int, controller: SlurmController, overrides: Sequence[str] = ()
-) -> Resized:
-    """Makes the ranks save and stop at a step on which they agree, and continues the run on `nodes` nodes.
-
-    A running job that is shrinkable continues on fewer nodes. Otherwise the run's job is submitted again, and the new
-    job starts when the present job has ended.
-
-    overrides: `section.key=value` options that are added to those of the present job.
-
-    Raises UsageError if there is no job to resize, and LaunchError if Slurm refuses; the present job then continues.
-    """
-    before = newest_submission(run_directory)
-    if before.is_array:
-        raise UsageError(
-            f"job {before.job_id} is an array: cancel it and submit it again with --set slurm.nodes={nodes}"
-        )
-    active = active_jobs(run_directory, controller)
-    if not active:
-        raise UsageError(
-            f"no job of {run_directory} waits or runs: `hpctrain slurm submit {before.recipe} --set "
-            f"slurm.nodes={nodes}` continues the run"
-        )
-    kept = [override for override in before.overrides if not override.startswith("slurm.nodes=")]
-    planned = plan_job(
-        Path(before.recipe), overrides=[*kept, *overrides, f"slurm.nodes={nodes}"], folder=Path(before.folder)
-    )
-    if planned.run_directory.resolve() != run_directory.resolve():
-        raise UsageError(
-            f"{before.recipe} now names the run directory {planned.run_directory}, but the job's is {run_directory}: "
-            "set run.directory to that of the job again"
-        )
-    if before.is_shrinkable and not overrides and _may_shrink(active, nodes=nodes):
-        shrunk = replace(before, by="shrink", nodes=nodes, overrides=planned.overrides)
-        _shrink(run_directory, shrunk, controller)
-        return Resized(submission=shrunk, replaced=())
-    ids = [job.job_id for job in active]
-    submission = submit_job(planned, controller, by="resize", dependency=f"afterany:{':'.join(ids)}")
-    try:
-        stop_jobs(active, controller)
-    except LaunchError:
-        kill_jobs([submission.job_id], controller)
-        raise
-    return Resized(submission=submission, replaced=ids)
-
-
-def _may_shrink(active: Sequence[Job], *, nodes: int) -> bool:
-    return len(active) == 1 and active[0].state == "RUNNING" and nodes < active[0].num_nodes
-
-
-def _shrink(run_directory: Path, shrunk: Submission, controller: SlurmController) -> None:
-    path = nodes_path(run_directory, shrunk.job_id)
-    try:
-        path.write_text(f"{shrunk.nodes}\n", encoding="utf-8")
-        record_submission(run_directory, shrunk)
-    except OSError as error:
-        raise LaunchError(f"{path} cannot be written: {error.strerror}") from error
-    try:
-        ask_to_stop([shrunk.job_id], controller)
-    except LaunchError:
-        path.unlink(missing_ok=True)
-        raise

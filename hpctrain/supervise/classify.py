@@ -31,10 +31,15 @@ from hpctrain.launch import (
     find_failure,
     signal_name,
 )
+from hpctrain.telemetry import SCALING_STOP
 
 
 class AttemptEnd(str, Enum):
-    """Why an attempt ended. FINISHED: the command exited with 0. UNKNOWN: no evidence tells why."""
+    """Why an attempt ended.
+
+    FINISHED: the command exited with 0. OTHER_NODES: the ranks stopped to continue on another number of nodes
+    (`scaling.act`). UNKNOWN: no evidence tells why.
+    """
 
     FINISHED = "finished"
     WALL_CLOCK = "wall clock"
@@ -48,6 +53,7 @@ class AttemptEnd(str, Enum):
     DATA = "data"
     CHECKPOINT = "checkpoint"
     HANG = "hang"
+    OTHER_NODES = "other nodes"
     UNKNOWN = "unknown"
 
 
@@ -280,6 +286,8 @@ def _wanted_end(evidence: Evidence) -> Diagnosis | None:
         return Diagnosis(
             cause=AttemptEnd.WALL_CLOCK, reason=f"stopped ({saved['reason']}), the state is saved"
         )
+    if asked.startswith(SCALING_STOP):
+        return Diagnosis(cause=AttemptEnd.OTHER_NODES, reason=how)
     if evidence.preempted:
         return Diagnosis(cause=AttemptEnd.PREEMPTION, reason=f"{how}: Slurm has preempted the job")
     at_limit_s = _AT_THE_LIMIT_S if asked.startswith("SIGTERM") else _WARNED_BEFORE_S

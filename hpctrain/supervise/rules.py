@@ -88,7 +88,8 @@ def decide(attempts: Sequence[Attempt], *, limits: RestartLimits) -> Decision:
         return Decision(
             action=Action.GIVE_UP, reason=f"{vain} restarts in a row have led to no newer checkpoint"
         )
-    if cause in (AttemptEnd.WALL_CLOCK, AttemptEnd.PREEMPTION):
+    # The job's script then finds the wish of the ranks for other nodes.
+    if cause in (AttemptEnd.WALL_CLOCK, AttemptEnd.PREEMPTION, AttemptEnd.OTHER_NODES):
         return Decision(action=Action.REQUEUE, reason=cause.value)
     if cause is AttemptEnd.HANG and last.training_began is None and not last.blamed:
         # srun itself may hang, and would in the same allocation again.

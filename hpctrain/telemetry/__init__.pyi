@@ -20,6 +20,7 @@ from .exposition.prometheus import (
     missing_prometheus_client as missing_prometheus_client,
 )
 from .exposition.run_metrics import (
+    SCALING_STOP as SCALING_STOP,
     Probe as Probe,
     RunMetrics as RunMetrics,
     Series as Series,

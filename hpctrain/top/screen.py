@@ -26,6 +26,8 @@ def draw(state: RunState, *, width: int, ascii_only: bool = False) -> Group:
     """
     lines = [_head(state), _place(state), _progress(state), _loss(state, width=width, ascii_only=ascii_only)]
     lines += [_speed(state), *_parts(state, width=width), *_slowest(state), _checkpoint(state)]
+    if state.advice:
+        lines.append(_line("nodes", state.advice))
     if state.quality:
         lines.append(_line("held out", state.quality))
     lines += [_line("note", note) for note in state.notes]

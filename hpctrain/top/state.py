@@ -72,6 +72,7 @@ class RunHistory:
         incidents: The newest incidents, oldest first.
         efficiency: The newest record `efficiency` of the newest start; None before the first record.
         evaluation: The newest record `evaluation`; None before the first record.
+        advice: The newest record `scaling` of the newest start; None before the first record.
     """
 
     def __init__(self) -> None:
@@ -81,6 +82,7 @@ class RunHistory:
         self.incidents: deque[Record] = deque(maxlen=_INCIDENTS)
         self.efficiency: Record | None = None
         self.evaluation: Record | None = None
+        self.advice: Record | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -91,10 +93,14 @@ class RunHistory:
         return float(self.start["time"]) if self.start is not None else 0.0
 
     def begin(self, start: Record) -> None:
-        """Clears steps and efficiency when training starts or is resumed. `start` is the new line of starts.jsonl."""
+        """Clears steps, efficiency and advice when training starts or is resumed.
+
+        start: the new line of starts.jsonl.
+        """
         self.start = start
         self.steps = {}
         self.efficiency = None
+        self.advice = None
 
     def add(self, rank: int, records: Iterable[Record]) -> None:
         """Adds records of a rank, in the order in which they were written."""
@@ -106,6 +112,8 @@ class RunHistory:
                 self.incidents.append(record)
             elif kind == "efficiency" and rank == 0 and record["time"] >= self.started_at:
                 self.efficiency = record
+            elif kind == "scaling" and rank == 0 and record["time"] >= self.started_at:
+                self.advice = record
             elif kind == "evaluation" and rank == 0:
                 self.evaluation = record
 
@@ -180,6 +188,7 @@ class RunState:
         parts_of: A text that says from which steps and ranks `parts` is computed.
         num_followed: The number of ranks whose records are read.
         slowest: The slowest of the followed ranks, the slowest first.
+        advice: What the run says of more or fewer nodes; "" before it says something.
     """
 
     name: str
@@ -203,6 +212,7 @@ class RunState:
     parts_of: str
     num_followed: int
     slowest: Sequence[RankTime]
+    advice: str
     checkpoint_step: int | None
     checkpoint_age_s: float | None
     quality: str
@@ -248,6 +258,7 @@ def state_of(history: RunHistory, files: RunFiles, *, directory: str, now: float
         parts_of=parts_of,
         num_followed=len(history.steps),
         slowest=_slowest(history, environment),
+        advice="" if history.advice is None or over else str(history.advice["text"]),
         checkpoint_step=None if files.checkpoint is None else files.checkpoint[0],
         checkpoint_age_s=None if files.checkpoint is None else max(0.0, now - files.checkpoint[1]),
         quality=_quality(history.evaluation),

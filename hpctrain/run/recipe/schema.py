@@ -19,6 +19,7 @@ from hpctrain.run.recipe.sections import (
     GuardsSection,
     LimitsSection,
     RecipeSection,
+    ScalingSection,
     StopSection,
     StragglersSection,
     TelemetrySection,
@@ -375,6 +376,7 @@ class Recipe(RecipeSection):
     limits: LimitsSection = LimitsSection()
     telemetry: TelemetrySection = TelemetrySection()
     stragglers: StragglersSection = StragglersSection()
+    scaling: ScalingSection = ScalingSection()
     slurm: SlurmSection = SlurmSection()
 
     @model_validator(mode="after")
@@ -386,6 +388,11 @@ class Recipe(RecipeSection):
         ):
             raise ValueError(
                 "checkpoint.keep_best needs data.held_out and telemetry.evaluate_every_steps, which give its metric"
+            )
+        if self.scaling.act and self.run.ranks is not None:
+            raise ValueError(
+                f"scaling.act = true changes the number of ranks, and run.ranks = {self.run.ranks} forbids it: leave "
+                "one of them out"
             )
         if self.checkpoint.signal in self.stop.signals:
             raise ValueError(

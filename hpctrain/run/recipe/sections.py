@@ -1,4 +1,4 @@
-"""The schemas of the recipe's sections [checkpoint], [guards], [limits], [stop], [stragglers] and [telemetry]."""
+"""The schemas of the sections [checkpoint], [guards], [limits], [scaling], [stop], [stragglers] and [telemetry]."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from hpctrain.errors import UsageError
 from hpctrain.resilience import DEFAULT_STOP_SIGNALS, SignalName
-from hpctrain.scaling import parse_trace_steps
+from hpctrain.scaling import parse_rate, parse_trace_steps
 
 # Base class of the sections of a recipe.
 
@@ -123,6 +124,73 @@ class LimitsSection(RecipeSection):
     load_s: float | None = Field(
         None, gt=0, description="Time limit of a wait while a checkpoint is loaded, s."
     )
+
+
+# Section [scaling] of the recipe.
+
+
+class ScalingSection(RecipeSection):
+    """Advice on the number of nodes, and whether the run acts on this advice; see guides/predicting.md."""
+
+    goal: Literal["balance", "time", "node-hours", "energy"] = Field(
+        "balance",
+        description="What another number of nodes is to lower: the time to the end, the node-hours, the energy, or "
+        "with `balance` the product of time and node-hours.",
+    )
+    least_gain_percent: float = Field(
+        5.0,
+        ge=0,
+        lt=100,
+        description="Smallest decrease of the goal for which another number of nodes is advised, in percent. The whole "
+        "90 % interval of the prediction must be below.",
+    )
+    min_nodes: int | None = Field(
+        None, ge=1, description="Smallest number of nodes that is advised. Absent: 1."
+    )
+    max_nodes: int | None = Field(
+        None,
+        ge=1,
+        description="Largest number of nodes that is advised. Absent: four times the present number.",
+    )
+    link: str | None = Field(
+        None,
+        description="Rate of a node's link, such as `25gbit`, for a run on one node, which cannot measure the link. "
+        "Other runs use what they measure.",
+    )
+
+    act: bool = Field(
+        False,
+        description="Whether the run acts on the advice: after a save it stops, and its job (of `hpctrain slurm "
+        "submit`) continues it on the advised number of nodes. Needs `max_nodes`.",
+    )
+    act_after_minutes: float = Field(
+        30.0,
+        ge=0,
+        description="`act`: time from the start of training to the first request for other nodes, counted again from "
+        "each start, in minutes.",
+    )
+
+    every_s: float = Field(30.0, gt=0, description="Time between two computations of the advice, s.")
+
+    @field_validator("link")
+    @classmethod
+    def _is_rate(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parse_rate(value)
+            except UsageError as error:
+                raise ValueError(str(error)) from error
+        return value
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> ScalingSection:
+        if self.min_nodes is not None and self.max_nodes is not None and self.min_nodes > self.max_nodes:
+            raise ValueError(f"min_nodes = {self.min_nodes} is above max_nodes = {self.max_nodes}")
+        if self.act and self.max_nodes is None:
+            raise ValueError(
+                "act = true needs max_nodes: the largest number of nodes that the run may ask for"
+            )
+        return self
 
 
 # Section [stop] of the recipe.

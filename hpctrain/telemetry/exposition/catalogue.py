@@ -121,6 +121,21 @@ CATALOGUE: tuple[Metric, ...] = (
         name="hpctrain_last_step_timestamp_seconds", type=_GAUGE, unit="seconds", serves=("M1", "M14"),
         help="When the last step ended, in seconds since 1970; before the first step, when training began.",
     ),
+    # Advice on the number of nodes
+    Metric(
+        name="hpctrain_advised_nodes", type=_GAUGE, unit="", serves=("M13",),
+        help="Nodes that the run advises for its remaining steps, the present number if it should stay; absent before "
+        "the first advice.",
+    ),
+    Metric(
+        name="hpctrain_advised_time_ratio", type=_GAUGE, unit="ratio", serves=("M2", "M13"),
+        help="Predicted time to the end on the advised nodes, divided by that on the present ones.",
+    ),
+    Metric(
+        name="hpctrain_advised_node_time_ratio", type=_GAUGE, unit="ratio", serves=("M13",),
+        help="Predicted node-hours to the end on the advised nodes, divided by those on the present ones; energy is "
+        "proportional to them.",
+    ),
     # Learning
     Metric(
         name="hpctrain_loss", type=_GAUGE, unit="", serves=("M12",),
@@ -311,7 +326,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric(
         name="hpctrain_stops_total", type=_COUNTER, unit="", labels=("reason",), serves=("M10",),
         help="How often the run was stopped before its last step, with its state saved: by a signal, as at a "
-        "preemption, or by the time_limit.",
+        "preemption, by the time_limit, or by scaling, to continue on another number of nodes.",
     ),
     Metric(
         name="hpctrain_failed_attempts_total", type=_COUNTER, unit="", labels=("cause",), serves=("M1",),

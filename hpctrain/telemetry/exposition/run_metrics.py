@@ -25,7 +25,7 @@ Value = tuple[str, tuple[str, ...], float]
 # Counters that are 0 from the beginning, so that their first increase is seen.
 _KNOWN_LABELS: dict[str, tuple[str, ...]] = {
     "hpctrain_step_part_seconds_total": PART_KEYS,
-    "hpctrain_stops_total": ("signal", "time_limit"),
+    "hpctrain_stops_total": ("signal", "time_limit", "scaling"),
     "hpctrain_slow": ("input", "compute", "other", "checkpoint", "network"),
 }
 
@@ -113,6 +113,7 @@ class RunMetrics:
             "slow_ended": lambda record: self._slow_changed(record, is_slow=False),
             "stopped": self._stopped,
             "energy": self._energy,
+            "scaling": self._scaling,
         }
 
     def receive(self, record: Mapping[str, Any]) -> None:
@@ -243,6 +244,15 @@ class RunMetrics:
                 if device[name] is not None:
                     self._set(metric, device[name], gpu)
 
+    def _scaling(self, record: Mapping[str, Any]) -> None:
+        by_nodes = {one["nodes"]: one for one in record["predictions"]}
+        if record["nodes"] not in by_nodes:  # nothing can be said
+            return
+        now, advised = by_nodes[record["nodes"]], by_nodes[record["advised_nodes"]]
+        self._set("hpctrain_advised_nodes", record["advised_nodes"])
+        self._set("hpctrain_advised_time_ratio", advised["time_s"] / now["time_s"])
+        self._set("hpctrain_advised_node_time_ratio", advised["node_hours"] / now["node_hours"])
+
     def _add(self, name: str, value: float = 1.0, *labels: str) -> None:
         values = self._values[name]
         values[labels] = values.get(labels, 0.0) + value
@@ -255,9 +265,16 @@ _OF_GPUS = {"hpctrain_gpu_utilisation_ratio": "utilisation", "hpctrain_gpu_memor
 _ABSENT_AT_FIRST = frozenset({"hpctrain_device_compute_seconds_total"})
 
 
-def stop_reason(text: str) -> str:
-    """Returns the label `signal` or `time_limit` for a stop.
+# How the reason of a stop begins if the run stops to continue on another number of nodes.
+SCALING_STOP = "scaling: "
 
-    text: the field `reason` of a record `stopped`, which contains the names of signals or names a time limit.
+
+def stop_reason(text: str) -> str:
+    """Returns the label `signal`, `time_limit` or `scaling` for a stop.
+
+    text: the field `reason` of a record `stopped`, which contains the names of signals, names a time limit, or says
+    on how many nodes the run is to continue.
     """
+    if text.startswith(SCALING_STOP):
+        return "scaling"
     return "signal" if text.startswith("SIG") else "time_limit"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, final
 
@@ -177,6 +177,7 @@ class RunRecorder:
         world: The communicator. Its messages about a rank that hangs name the current step, which this recorder sets.
         counts_samples: False on a rank whose samples another rank counts; the rank's own records then count 0 samples.
         meter: The energy meter of this node; None on ranks that do not read it.
+        advice: A function that returns new records of advice on the number of nodes; None on all ranks except rank 0.
 
     Attributes:
         clock: The clock of the current step, to which all parts of the run add the seconds that they take, by name.
@@ -192,8 +193,10 @@ class RunRecorder:
         world: Monitored,
         meter: EnergyMeter | None = None,
         counts_samples: bool = True,
+        advice: Callable[[], list[dict[str, Any]]] | None = None,
     ) -> None:
         self.records = records
+        self._advice = advice
         self.clock = StepClock()
         self.final_quality: Mapping[str, float] = {}
         self._stopped: EndReason | None = None
@@ -281,6 +284,8 @@ class RunRecorder:
         step = self._step = position.step
         if self._energy is not None:
             self._energy.write(step=step)
+        for found in () if self._advice is None else self._advice():
+            self.records.write(found)
         record = {
             "kind": "step", "time": time.time(), "step": step, "epoch": batch.epoch,
             "samples": batch.num_samples if self._counts_samples else 0, "skipped_samples": batch.global_skipped,

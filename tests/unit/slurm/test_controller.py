@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpctrain.errors import ExitCode, LaunchError, RecipeError, UsageError
 from hpctrain.launch import SlurmRefused, SlurmUnavailable
 from hpctrain.launch.slurm_commands import is_busy
-from hpctrain.slurm import check_idle, plan_job, resize, stop_jobs, submit_job
+from hpctrain.slurm import (
+    ResizeWay,
+    carry_out_resize,
+    check_idle,
+    plan_job,
+    plan_resize,
+    run_of_job,
+    stop_jobs,
+    submit_job,
+)
 from hpctrain.slurm.jobs import Job, newest_submission, recorded_ids
 from tests.unit.slurm.busy_slurm import FakeSlurm
 
@@ -216,6 +227,24 @@ def test_waiting_jobs_are_cancelled_and_running_ones_asked(slurm: FakeSlurm) -> 
     assert slurm.calls("scancel") == ["1", "--batch --signal=TERM 2_3", "--batch --signal=USR1 2_3"]
 
 
+QUEUED = "0 out 12|{state}|None|0:10|1:00:00|59:50|4|2026-01-01T00:00:00|n[0-3]"
+
+
+def known_job(slurm: FakeSlurm, run: Path, *, state: str = "RUNNING", uid: int | None = None, partition: str = "all",
+              max_nodes: str = "UNLIMITED", total_nodes: int = 16, update: str = "0 out") -> None:  # fmt: skip
+    """Makes squeue and scontrol answer as for the job 12 of a run."""
+    slurm.answers("squeue", QUEUED.format(state=state))
+    script = next((run / "slurm").glob("*.sbatch"), Path("nowhere"))
+    owner = os.getuid() if uid is None else uid
+    slurm.answers(
+        "scontrol",
+        f"0 out JobId=12 UserId=someone({owner}) JobState={state} Partition={partition} Command={script.resolve()} "
+        "WorkDir=/",
+        f"0 out PartitionName={partition} MinNodes=0 MaxNodes={max_nodes} TotalNodes={total_nodes}",
+        update,
+    )
+
+
 def test_a_resize_that_slurm_refuses_changes_nothing(slurm: FakeSlurm, recipe: Path) -> None:
     slurm.answers(
         "sbatch",
@@ -224,9 +253,10 @@ def test_a_resize_that_slurm_refuses_changes_nothing(slurm: FakeSlurm, recipe: P
     )
     slurm.answers("scancel", "0 out")
     submit_job(plan_job(recipe), slurm.controller)
-    slurm.answers("squeue", "0 out 12|RUNNING|None|0:10|1:00:00|59:50|4|2026-01-01T00:00:00|n[0-3]")
+    known_job(slurm, Path("runs/x"))
+    plan = plan_resize(Path("runs/x"), nodes=8, controller=slurm.controller)
     with pytest.raises(SlurmRefused, match=r"lower slurm.nodes"):
-        resize(Path("runs/x"), nodes=8, controller=slurm.controller)
+        carry_out_resize(plan, slurm.controller)
     assert slurm.calls("scancel") == []
     assert recorded_ids(Path("runs/x")) == ["12"]
 
@@ -235,13 +265,85 @@ def test_a_resize_keeps_the_overrides_and_begins_after_the_old_job(slurm: FakeSl
     slurm.answers("sbatch", "0 out 12", "0 out 13")
     slurm.answers("scancel", "0 out")
     submit_job(plan_job(recipe, overrides=["run.epochs=9", "slurm.nodes=4"]), slurm.controller)
-    slurm.answers("squeue", "0 out 12|RUNNING|None|0:10|1:00:00|59:50|4|2026-01-01T00:00:00|n[0-3]")
-    done = resize(Path("runs/x"), nodes=2, controller=slurm.controller, overrides=["slurm.time=10"])
-    assert done.replaced == ["12"]
-    assert done.submission.overrides == ("run.epochs=9", "slurm.time=10", "slurm.nodes=2")
+    known_job(slurm, Path("runs/x"))
+    plan = plan_resize(Path("runs/x"), nodes=2, controller=slurm.controller, overrides=["slurm.time=10"])
+    assert plan.describe() == ["job 12: asked to save and stop"]
+    done = carry_out_resize(plan, slurm.controller, reason="2 pay")
+    assert done.overrides == ("run.epochs=9", "slurm.time=10", "slurm.nodes=2")
     assert slurm.calls("sbatch")[-1].startswith("--parsable --dependency=afterany:12 ")
-    text = Path(done.submission.script).read_text()
+    text = Path(done.script).read_text()
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --time=10\n" in text
     assert "--set run.epochs=9" in text
-    assert newest_submission(Path("runs/x")).job_id == "13"
+    found = newest_submission(Path("runs/x"))
+    assert (found.job_id, found.by, found.reason) == ("13", "resize", "2 pay")
+
+
+def test_a_waiting_job_is_changed_in_the_queue_or_submitted_again(slurm: FakeSlurm, recipe: Path) -> None:
+    slurm.answers("sbatch", "0 out 12", "0 out 13")
+    slurm.answers("scancel", "0 out")
+    submit_job(plan_job(recipe, overrides=["slurm.nodes=4"]), slurm.controller)
+    known_job(slurm, Path("runs/x"), state="PENDING")
+    plan = plan_resize(Path("runs/x"), nodes=2, controller=slurm.controller)
+    assert plan.way is ResizeWay.QUEUE
+    done = carry_out_resize(plan, slurm.controller)
+    assert slurm.calls("scontrol")[-1] == "update JobId=12 NumNodes=2-2 NumTasks=2 NumCPUs=2"
+    assert (done.job_id, done.by, done.nodes) == ("12", "queue", 2)
+    assert newest_submission(Path("runs/x")).overrides == ("slurm.nodes=2",)
+    assert len(slurm.calls("sbatch")) == 1
+
+    (slurm.folder / "scontrol.calls").unlink()
+    known_job(
+        slurm,
+        Path("runs/x"),
+        state="PENDING",
+        update="1 err slurm_update error: Requested operation is invalid",
+    )
+    plan = plan_resize(Path("runs/x"), nodes=3, controller=slurm.controller)
+    done = carry_out_resize(plan, slurm.controller)
+    assert (done.job_id, done.by, done.nodes) == ("13", "resize", 3)
+    assert slurm.calls("scancel") == ["12"]
+
+
+def test_a_resize_that_is_not_possible_says_why(slurm: FakeSlurm, recipe: Path) -> None:
+    slurm.answers("sbatch", "0 out 12")
+    submit_job(plan_job(recipe, overrides=["slurm.nodes=4"]), slurm.controller)
+    run = Path("runs/x")
+
+    def refused(*, nodes: int, **facts: Any) -> str:
+        (slurm.folder / "scontrol.calls").unlink(missing_ok=True)
+        known_job(slurm, run, **facts)
+        with pytest.raises((UsageError, RecipeError)) as error:
+            plan_resize(run, nodes=nodes, controller=slurm.controller)
+        return str(error.value)
+
+    assert refused(nodes=4) == "job 12 has 4 nodes already: give another number"
+    assert "cannot be split over the 4096 ranks" in refused(nodes=4096)
+    assert refused(nodes=8, max_nodes="6") == (
+        "8 nodes are not possible: partition all gives a job 0 to 6 nodes, and has 16"
+    )
+    assert refused(nodes=8, total_nodes=6).endswith("gives a job 0 to any number of nodes, and has 6")
+    if os.getuid() != 0:  # root may change everybody's jobs
+        assert refused(nodes=2, uid=os.getuid() + 1) == "job 12 is someone's, not yours: ask someone"
+
+
+def test_a_job_is_found_by_its_number_or_the_message_says_what_it_is(slurm: FakeSlurm, recipe: Path) -> None:
+    slurm.answers("sbatch", "0 out 12")
+    submit_job(plan_job(recipe, overrides=["slurm.nodes=4"]), slurm.controller)
+    known_job(slurm, Path("runs/x"))
+    assert run_of_job("12", slurm.controller).resolve() == Path("runs/x").resolve()
+
+    def refused(answer: str) -> str:
+        (slurm.folder / "scontrol.calls").unlink(missing_ok=True)
+        slurm.answers("scontrol", answer)
+        with pytest.raises(UsageError) as error:
+            run_of_job("12", slurm.controller)
+        return str(error.value)
+
+    assert "Slurm knows no job 12" in refused("1 err slurm_load_jobs error: Invalid job id specified")
+    mine = f"UserId=me({os.getuid()})"
+    other = refused(f"0 out JobId=12 {mine} JobState=RUNNING Command=/home/me/job.sh WorkDir=/home/me")
+    assert "job 12 was not submitted by `hpctrain slurm submit`" in other
+    (script,) = Path("runs/x/slurm").glob("*.sbatch")
+    ended = refused(f"0 out JobId=12 {mine} JobState=COMPLETED Command={script.resolve()} WorkDir=/")
+    assert "job 12 has ended (COMPLETED)" in ended

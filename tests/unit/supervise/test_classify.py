@@ -50,7 +50,10 @@ def test_the_cause_of_a_recorded_failure_is_named(path: Path) -> None:
 def test_there_are_enough_logs_and_each_cause_has_some() -> None:
     headers = [read_log(path)[1] for path in LOGS]
     assert len(headers) >= 30
-    assert {header["cause"] for header in headers} == {cause.value for cause in AttemptEnd} - {"finished"}
+    assert {header["cause"] for header in headers} == {cause.value for cause in AttemptEnd} - {
+        "finished",
+        "other nodes",
+    }
     assert all(header["source"] for header in headers)
     assert sum(header["source"].startswith("recorded") for header in headers) >= 15
 
@@ -59,6 +62,17 @@ def test_ranks_that_saved_when_they_were_ended_for_a_late_start_are_a_hang() -> 
     assert classify(Evidence(exit_code=75, overdue_s=300.0)).cause is AttemptEnd.HANG
     # A signal to the supervisor meanwhile is what the user wants.
     assert classify(Evidence(exit_code=75, overdue_s=300.0, signals=["SIGINT"])).cause is AttemptEnd.CANCELLED
+
+
+def test_ranks_that_stop_to_continue_on_other_nodes_are_not_cancelled() -> None:
+    line = (
+        "hpctrain: stopped after step 40 of 100 (scaling: 4 instead of 2 nodes on rank 0); the state is saved"
+    )
+    found = classify(Evidence(exit_code=75, lines=[line]))
+    assert found.cause is AttemptEnd.OTHER_NODES
+    assert "scaling: 4 instead of 2 nodes" in found.reason
+    # Whoever ends the run meanwhile wants it ended.
+    assert classify(Evidence(exit_code=75, lines=[line], signals=["SIGTERM"])).cause is AttemptEnd.CANCELLED
 
 
 @pytest.mark.parametrize("signals", [(), ("SIGTERM",)])

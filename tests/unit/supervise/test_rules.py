@@ -51,6 +51,7 @@ def attempts(*ends: tuple[AttemptEnd, int], **more: Any) -> list[Attempt]:
         (AttemptEnd.CANCELLED, Action.END),
         (AttemptEnd.WALL_CLOCK, Action.REQUEUE),
         (AttemptEnd.PREEMPTION, Action.REQUEUE),
+        (AttemptEnd.OTHER_NODES, Action.REQUEUE),
         (AttemptEnd.LOST_NODE, Action.RESTART),
         (AttemptEnd.LOST_RANK, Action.RESTART),
         (AttemptEnd.OUT_OF_MEMORY, Action.RESTART),

@@ -130,7 +130,7 @@ def test_checkpoints_evaluations_and_what_goes_wrong() -> None:
     assert found["hpctrain_slow"]["network",] == 1
     assert found["hpctrain_slow"]["input",] == 0
     assert found["hpctrain_reduced_bytes_total"] == {("0",): 210}
-    assert found["hpctrain_stops_total"] == {("signal",): 1, ("time_limit",): 0}
+    assert found["hpctrain_stops_total"] == {("signal",): 1, ("time_limit",): 0, ("scaling",): 0}
     assert found["hpctrain_loss_jumps_total"] == {(): 1}
 
 
