@@ -43,9 +43,9 @@ class RunSection(RecipeSection):
     )
     elastic_batch: Literal["fixed", "per-rank"] = Field(
         "fixed",
-        description="Elastic runs (`hpctrain supervise --elastic MIN:MAX`): what stays when the number of ranks changes. "
-        "`fixed`: data.global_batch; fewer ranks compute their larger shares in more micro-batches. `per-rank`: "
-        "data.global_batch / MAX samples per rank; the learning rate follows by `optimizer.lr_scaling`.",
+        description="Elastic runs (`hpctrain supervise --elastic MIN:MAX`): what stays when the number of ranks "
+        "changes. `fixed`: data.global_batch; fewer ranks compute their larger shares in more micro-batches. "
+        "`per-rank`: data.global_batch / MAX samples per rank; the learning rate follows by `optimizer.lr_scaling`.",
     )
     backend: Literal["auto", "horovod", "mpi", "serial"] = Field(
         "auto",
