@@ -116,8 +116,10 @@ class StepNotes:
         part = _parts_of(content)[step % 2]
         found = {}
         for name, (shape, dtype, begin, end) in layout.items():
-            flat = torch.from_numpy(part[8 + begin : 8 + end].copy())
-            found[name] = flat.view(dtype).reshape(shape)
+            found[name] = torch.empty(shape, dtype=dtype)
+            if begin < end:
+                flat = torch.from_numpy(part[8 + begin : 8 + end].copy())
+                found[name] = flat.view(dtype).reshape(shape)
         return found if int(_step_in(part)[0]) == step else None
 
     @staticmethod
