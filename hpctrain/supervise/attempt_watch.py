@@ -57,6 +57,8 @@ _GRACE_S = 1.5
 _GRACE_AFTER_SIGNAL_S = 0.5
 # Seconds in which the nodes that are left may write the state of the last step to their memory.
 _KEEPS_WITHIN_S = 2.0
+# Seconds from SIGTERM to SIGKILL for ranks whose state is kept.
+_KILLED_AFTER_S = 0.1
 
 
 @final
@@ -164,6 +166,8 @@ class AttemptWatch:
     def _end_after_loss(self) -> EndRequest:
         if self.silent_nodes:
             return self._end(f"{', '.join(self.silent_nodes)} does not answer any more")
+        if self._kept:  # nothing remains to be done by the ranks, and mpirun would take two seconds
+            self._kill_after_s = min(self._kill_after_s, _KILLED_AFTER_S)
         return self._end("a rank is lost")
 
     def _ask_to_keep(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpctrain.checkpoint import load
+from hpctrain.checkpoint import finished_newest_first, load
 from hpctrain.comm import SerialWorld
 from hpctrain.supervise import AttemptEnd
 from tests.faults.elastic_task import NUM_SAMPLES, pack_numbered, samples_by_step
@@ -154,14 +154,21 @@ def assert_same_as_stop_and_resume(
         words = ["launch", "-n", str(stage.ranks), "--", "hpctrain", "train", "again.toml"]
         words += ["--set", f"run.steps={end}", "--set", f"data.micro_batches={parts_of(stage.ranks)}"]
         run_command(None, [HPCTRAIN, *words], cwd=where, timeout_s=300, expect=0)
-    expected, found = losses_of(where / "again"), losses_of(where / "run")
-    assert found == expected
-    name = f"step-{steps:08}.h5"
-    expected_tensors = tensors_of(where / "again" / "checkpoints" / name)
-    found_tensors = tensors_of(where / "run" / "checkpoints" / name)
-    assert expected_tensors.keys() == found_tensors.keys()
-    for tensor, values in expected_tensors.items():
-        assert torch.equal(found_tensors[tensor], values), tensor
+    assert_same_run(where / "run", where / "again", steps=steps)
+
+
+def assert_same_run(run: Path, expected: Path, *, steps: int) -> None:
+    """Two runs have recorded the same losses, and saved the same tensors after their last step, to the bit."""
+    assert losses_of(run) == losses_of(expected)
+    found, wanted = (tensors_of(newest_checkpoint(directory)) for directory in (run, expected))
+    assert saved_steps(run)[-1] == saved_steps(expected)[-1] == steps
+    assert wanted.keys() == found.keys()
+    for tensor, values in wanted.items():
+        assert torch.equal(found[tensor], values), tensor
+
+
+def newest_checkpoint(run: Path) -> Path:
+    return finished_newest_first(run / "checkpoints")[0]
 
 
 def kept_folders() -> set[Path]:
@@ -217,10 +224,7 @@ def test_a_rank_that_is_started_again_draws_the_random_numbers_that_it_would_hav
     write_recipe(where, steps=steps, step_s=0, directory="again", options=options, name="again.toml")
     words = [HPCTRAIN, "launch", "-n", "3", "--", "hpctrain", "train", "again.toml", "--set"]
     run_command(None, [*words, f"run.steps={steps}"], cwd=where, timeout_s=300, expect=0)
-    assert losses_of(where / "run") == losses_of(where / "again")
-    name = f"checkpoints/step-{steps:08}.h5"
-    expected = tensors_of(where / "again" / name)
-    assert all(torch.equal(found, expected[key]) for key, found in tensors_of(where / "run" / name).items())
+    assert_same_run(where / "run", where / "again", steps=steps)
 
 
 def test_a_second_loss_while_it_starts_again_is_another_loss_from_the_same_state(where: Path) -> None:
