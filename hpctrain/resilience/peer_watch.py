@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+# Set for the ranks of an elastic run, by its supervisor: the range of their number, such as 2:4.
+ELASTIC_VARIABLE = "HPCTRAIN_ELASTIC"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:

@@ -22,16 +22,13 @@ from hpctrain.checkpoint import (
 )
 from hpctrain.comm import on_rank_0
 from hpctrain.errors import CheckpointError
-from hpctrain.resilience import StopRequest
+from hpctrain.resilience import ELASTIC_VARIABLE, StopRequest
 from hpctrain.run.build import checkpoint_directory
 from hpctrain.run.directory import set_aside_newer
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.session import Session
 from hpctrain.telemetry import tell
 from hpctrain.train import Position, Resumed, StateKeeper, TrainingState, resume, why_not_kept
-
-# Set by `hpctrain supervise --elastic` (`hpctrain.supervise.elastic`): the range of the number of ranks.
-ELASTIC_VARIABLE = "HPCTRAIN_ELASTIC"
 
 
 def open_tiers(recipe: Recipe, *, session: Session, run: RunIdentity) -> Tiers | None:

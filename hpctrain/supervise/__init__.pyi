@@ -5,7 +5,6 @@ from .classify import (
     classify as classify,
 )
 from .elastic import (
-    ELASTIC_VARIABLE as ELASTIC_VARIABLE,
     BatchRule as BatchRule,
     Elastic as Elastic,
     ElasticRange as ElasticRange,

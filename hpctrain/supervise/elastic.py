@@ -18,9 +18,6 @@ from typing import Any, final
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.supervise.nodes import Allocation, Checks, nodes_now, survey_nodes, without_slurmd
 
-# Set for the ranks of an elastic run: its range, as the user gave it.
-ELASTIC_VARIABLE = "HPCTRAIN_ELASTIC"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticRange:

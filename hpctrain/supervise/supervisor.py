@@ -23,11 +23,10 @@ from hpctrain.launch import (
     plan_launch,
     run_launch,
 )
-from hpctrain.resilience import OUT_OF_MEMORY_VARIABLE
+from hpctrain.resilience import ELASTIC_VARIABLE, OUT_OF_MEMORY_VARIABLE
 from hpctrain.supervise.attempt_watch import AttemptWatch, say
 from hpctrain.supervise.classify import AttemptEnd, Diagnosis, Evidence, classify
 from hpctrain.supervise.elastic import (
-    ELASTIC_VARIABLE,
     Elastic,
     NodeReturns,
     ResizeWatch,

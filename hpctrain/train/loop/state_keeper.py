@@ -29,8 +29,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpctrain.checkpoint import FromRank0, Item, LocalStore, Replicated, State, TensorShard, keep_state
-from hpctrain.comm import Collective, agreed, all_gather_json
+from hpctrain.checkpoint import (
+    FromRank0,
+    Item,
+    LocalStore,
+    Replicated,
+    State,
+    TensorShard,
+    keep_state,
+    rehearse_keeping,
+)
+from hpctrain.comm import Collective, SerialWorld, agreed, all_gather_json
 from hpctrain.distributed import device_of, is_sharded_tensor
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.reduce import AllReduceUpdater
@@ -48,6 +57,10 @@ _RANKS = "ranks"  # folder of the notes, in the node's folder
 # SIGUSR2 when a node is lost.
 _KEEPS_AFTER = (signal.SIGTERM, signal.SIGUSR2)
 _NO_STEP = -1
+# So many ranks of a node write the state once after the first step. The ranks of a node try to keep it in the order of their
+# ranks, so that one of these does.
+_REHEARSE = 2
+_AFTER_EACH_OTHER_S = 0.005
 
 
 def why_not_kept(state: TrainingState) -> str | None:
@@ -184,10 +197,12 @@ class StateKeeper:
         self._state = state
         self._comm = comm
         self._topology = topology
+        self._local_rank = topology.local_rank_of(comm.rank)
         self._node = topology.node_names[topology.node_of(comm.rank)]
         self._device = device_of(state.model)
         self._buffers = list(_saved_buffers(state.model))
         self._notes = StepNotes(self._notes_of(comm.rank), tensors=self._to_note(comm.rank))
+        self._alone_comm = SerialWorld()
         self._capture: Callable[[], State] | None = None
         self._begun_at: int | None = None  # the step from which this start trains: it is saved already
         self._step = _NO_STEP
@@ -254,8 +269,11 @@ class StateKeeper:
     def step_ended(self, step: int) -> None:
         """Called when the state is that after `step`, whether or not it has changed."""
         self._note(step)
+        is_first = self._step == self._begun_at != step
         self._step = step
         self.unchanged()
+        if is_first and self._local_rank < _REHEARSE:  # from now on the optimizer has all of its state
+            threading.Thread(target=self._rehearse, name="hpctrain-rehearse", daemon=True).start()
 
     @contextlib.contextmanager
     def changed_for_a_while(self) -> Iterator[None]:
@@ -302,6 +320,12 @@ class StateKeeper:
         if number in _KEEPS_AFTER and not self._closed.is_set():
             self._keep()
 
+    def _rehearse(self) -> None:
+        """Writes the state once and removes it. A later loss then finds the layout of the file, and costs less time."""
+        with self._keeping, contextlib.suppress(HpctrainError, OSError, RuntimeError):
+            if not self._closed.is_set():
+                rehearse_keeping(self.store, self._alone(self._step), step=self._step, comm=self._alone_comm)
+
     def _keep(self, says: str | None = None) -> None:
         """Writes the state after the last step to the node's storage, unless another rank of the node has.
 
@@ -326,7 +350,7 @@ class StateKeeper:
         began_s = time.perf_counter()
         try:
             if step != self._begun_at:
-                keep_state(self.store, self._alone(step), step=step)
+                keep_state(self.store, self._alone(step), step=step, comm=self._alone_comm)
         except (HpctrainError, OSError, RuntimeError) as error:
             _say(f"{self._node} cannot keep the state after step {step}: {error}")
             return
@@ -395,6 +419,7 @@ class StateKeeper:
 
     def _locks(self, descriptor: int) -> bool:
         until_s = time.monotonic() + _WAITS_S
+        self._closed.wait(_AFTER_EACH_OTHER_S * self._local_rank)
         while not self._closed.is_set() and time.monotonic() < until_s:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
