@@ -57,8 +57,8 @@ _RANKS = "ranks"  # folder of the notes, in the node's folder
 # SIGUSR2 when a node is lost.
 _KEEPS_AFTER = (signal.SIGTERM, signal.SIGUSR2)
 _NO_STEP = -1
-# So many ranks of a node write the state once after the first step. The ranks of a node try to keep it in the order of their
-# ranks, so that one of these does.
+# So many ranks of a node write the state once after the first step. The ranks of a node try to keep it in the order of
+# their ranks, so that one of these does.
 _REHEARSE = 2
 _AFTER_EACH_OTHER_S = 0.005
 
@@ -239,9 +239,7 @@ class StateKeeper:
         if threading.current_thread() is threading.main_thread() and (
             signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
         ):
-            signal.signal(
-                signal.SIGUSR2, lambda number, frame: None
-            )  # for `observer`, also without a save signal
+            signal.signal(signal.SIGUSR2, lambda number, frame: None)  # only for `observer`
         stop.observer = keeper._signalled
         return keeper
 
@@ -298,12 +296,6 @@ class StateKeeper:
         if self._peers is not None:
             self._peers.close()
 
-    def forget(self) -> None:
-        """Removes what this rank has noted. Called when the run has ended with its state saved."""
-        self.close()
-        with contextlib.suppress(OSError):
-            self._notes_of(self._comm.rank).unlink()
-
     # ------------------------------------------------------------------ in other threads
 
     def _lost(self, rank: int) -> None:
@@ -334,6 +326,8 @@ class StateKeeper:
         with self._keeping, self._turn() as is_mine:
             if not is_mine or self._capture is None:
                 return
+            if self._step in self.store.kept_steps():
+                return
             if says is not None:
                 _say(says)
             if not self._changing.acquire(timeout=_WAITS_S):
@@ -345,8 +339,6 @@ class StateKeeper:
                 self._changing.release()
 
     def _write(self, step: int) -> None:
-        if step in self.store.kept_steps():
-            return
         began_s = time.perf_counter()
         try:
             if step != self._begun_at:
