@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from hpctrain.errors import ExitCode, GivenUp
+from hpctrain.errors import ExitCode, GivenUp, LaunchError
 from hpctrain.launch import (
     STOP_SIGNALS,
     ForkServer,
@@ -65,7 +65,9 @@ from hpctrain.supervise.rules import (
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
 # Pauses before the nodes are checked again if none has answered, since the controller may be busy or failing over.
 _ASK_AGAIN_AFTER_S = (5.0, 15.0, 30.0)
-_LOOKS_FOR_SLOTS_EVERY_S = 1.0
+# While an elastic run waits for slots.
+_READS_SLOTS_EVERY_S = 1.0
+_ASKS_NODES_EVERY_S = 5.0
 
 # srun asks Slurm to kill the ranks on all nodes, and then waits for a lost node for KillWait, 30 s as a rule.
 # The check of the nodes ends ranks that it leaves behind.
@@ -236,8 +238,18 @@ class Supervisor:
         if run.elastic is None:
             return min(run.num_ranks, run.ranks_per_node * max(1, len(nodes))) if in_slurm else run.num_ranks
         return run.elastic.ranks_for(
-            run.ranks_per_node * len(nodes) if in_slurm else run.elastic.slots_here()
+            run.ranks_per_node * len(nodes) if in_slurm else self._slots(run.elastic)
         )
+
+    def _slots(self, elastic: Elastic) -> int:
+        """Returns the slots of this machine. If the hostfile has become faulty, there are none until it is mended."""
+        try:
+            return elastic.slots_here()
+        except LaunchError as error:
+            if not self._ledger.attempts:
+                raise
+            say(f"{error}")
+            return 0
 
     def _wait_for_slots(self, survey: Survey) -> tuple[tuple[str, ...], Survey]:
         """Returns the nodes of the next attempt, and their survey.
@@ -256,8 +268,9 @@ class Supervisor:
                     "command resumes from the state that is saved"
                 )
                 break
-            self._pause(min(_LOOKS_FOR_SLOTS_EVERY_S, max(0.0, until_s - time.monotonic())))
-            if not self._allocation.in_slurm and not elastic.ranks_for(elastic.slots_here()):
+            every_s = _ASKS_NODES_EVERY_S if self._allocation.in_slurm else _READS_SLOTS_EVERY_S
+            self._pause(min(every_s, max(0.0, until_s - time.monotonic())))
+            if not self._allocation.in_slurm and not self._num_ranks(nodes):
                 continue
             survey = self._survey_once(())
             nodes = self._choose(survey)
@@ -266,7 +279,7 @@ class Supervisor:
     def _too_few(self, elastic: Elastic, nodes: Sequence[str]) -> str:
         needed = f"at least {elastic.range.least} ranks are needed (--elastic {elastic.range})"
         if not self._allocation.in_slurm:
-            return f"{elastic.hostfile} gives {elastic.slots_here()} slots on this machine, and {needed}"
+            return f"{elastic.hostfile} gives {self._slots(elastic)} slots on this machine, and {needed}"
         missing = f"; missing: {_fold(self._left_out)}" if self._left_out else ""
         slots = self._run.ranks_per_node * len(nodes)
         return f"{len(nodes)} nodes with {slots} slots are usable, and {needed}{missing}"
