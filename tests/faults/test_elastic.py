@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -97,6 +98,21 @@ def ranks_of_now(where: Path) -> list[int]:
     """The process of each rank of the newest attempt."""
     environment = json.loads((where / "run" / "environment.json").read_text())
     return [entry["pid"] for entry in environment["ranks"]]
+
+
+def processes_of(where: Path, *, attempt: int) -> list[int]:
+    """The processes that stand for the ranks of an attempt that may not have begun to train."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if not entry.name.isdigit() or (entry / "cwd").resolve() != where.resolve():
+                continue
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if f"HPCTRAIN_ATTEMPT={attempt}".encode() in variables and any(
+                variable.startswith(b"OMPI_COMM_WORLD_RANK=") for variable in variables
+            ):
+                found.append(int(entry.name))
+    return found
 
 
 def parts_of(ranks: int) -> int:
@@ -234,8 +250,9 @@ def test_a_second_loss_while_it_starts_again_is_another_loss_from_the_same_state
         wait_for(trains(where, attempt=1), launched=launched)
         os.kill(ranks_of_now(where)[3], signal.SIGKILL)
         wait_for(lambda: len(attempts(where)) == 2, launched=launched)
-        victims = wait_for(lambda: launched.rank_processes(), launched=launched)
-        os.kill(victims[min(victims)], signal.SIGKILL)
+        victims = wait_for(lambda: processes_of(where, attempt=2), launched=launched)
+        assert attempts(where)[1].first_step is None
+        os.kill(victims[0], signal.SIGKILL)
         result = launched.wait(timeout_s=300)
     assert result.returncode == 0, result.stderr
     found = attempts(where)
