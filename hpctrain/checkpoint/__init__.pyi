@@ -88,6 +88,8 @@ from .saving.saver import (
     ask_for_save as ask_for_save,
     saving_into as saving_into,
 )
+from .tiers.kept_state import keep_state as keep_state, rehearse_keeping as rehearse_keeping
+from .tiers.node_store import LocalStore as LocalStore
 from .tiers.recover import recover as recover
 from .tiers.two_tier_save import (
     RUN_ID as RUN_ID,

@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from hpctrain.errors import LaunchError
+from hpctrain.errors import LaunchError, UsageError
 from hpctrain.launch import (
     ForkServer,
     Launcher,
@@ -35,7 +35,19 @@ def launch_command(
     command: Annotated[
         list[str], typer.Argument(help="What each rank runs, after two dashes.", metavar="-- COMMAND ...")
     ],
-    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", help="Number of ranks.")],
+    num_ranks: Annotated[
+        Optional[int],  # noqa: UP045  (typer evaluates this on Python 3.10)
+        typer.Option("-n", "--num-ranks", help="Number of ranks. With --elastic: left out."),
+    ] = None,
+    elastic: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--elastic",
+            metavar="MIN:MAX",
+            help="Range of the number of ranks, which changes as nodes or slots are lost and come back: the same as "
+            "`hpctrain supervise --elastic MIN:MAX`, which has more options.",
+        ),
+    ] = None,
     ranks_per_node: Annotated[
         Optional[int],  # noqa: UP045  (typer evaluates this on Python 3.10)
         typer.Option(
@@ -83,9 +95,34 @@ def launch_command(
     hpctrain launch -n 4 --ranks-per-node 2 -- python train.py         one machine emulates two nodes
     hpctrain launch -n 8 --ranks-per-node 4 --host a,b -- hpctrain train recipe.toml
     hpctrain launch -n 48 --preload my_package -- python train.py      imports it once per node, not per rank
+    hpctrain launch --elastic 2:4 --hostfile slots -- hpctrain train recipe.toml    as many ranks as the file has slots
 
     Ctrl-C or SIGTERM asks the ranks to save and stop (exit code 75); a second Ctrl-C ends them at once.
     """
+    if elastic is not None:
+        from hpctrain.cli.supervised import supervise
+
+        others = {
+            "--launcher": launcher is not Launcher.AUTO,
+            "--host": host is not None,
+            "--preload": bool(preload),
+            "--dry-run": dry_run,
+            "--stop-signal": stop_signal is not ForwardedSignal.SIGUSR1,
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise UsageError(f"{name} cannot be combined with --elastic: leave {name} out")
+        code = supervise(
+            command,
+            num_ranks=num_ranks,
+            elastic=elastic,
+            ranks_per_node=ranks_per_node,
+            hostfile=hostfile,
+            fork_server=fork_server,
+        )
+        raise typer.Exit(code)
+    if num_ranks is None:
+        raise UsageError("the number of ranks is not known: give -n NUMBER, or --elastic MIN:MAX")
     if host is not None and hostfile is not None:
         raise LaunchError("--host and --hostfile both name the machines: give one of them")
     if preload and fork_server is False:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from hpctrain.errors import UsageError
-
-# Longer than the checks of nodes between two attempts take.
-_SERVER_LINGERS_S = 120.0
+from hpctrain.cli.supervised import DEFAULT_START_WITHIN_S, DEFAULT_WAIT_S, supervise
 
 
 def supervise_command(
@@ -22,9 +15,36 @@ def supervise_command(
         list[str], typer.Argument(help="What each rank runs, after two dashes.", metavar="-- COMMAND ...")
     ],
     num_ranks: Annotated[
-        int,
-        typer.Option("-n", "--num-ranks", min=1, help="Number of ranks; fewer while too few nodes are left."),
-    ],
+        int | None,
+        typer.Option(
+            "-n",
+            "--num-ranks",
+            min=1,
+            help="Number of ranks; fewer while too few nodes are left. With --elastic: left out.",
+        ),
+    ] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            "--elastic",
+            metavar="MIN:MAX",
+            help="Range of the number of ranks: the run shrinks when nodes or slots are lost, and grows when they come "
+            "back.",
+        ),
+    ] = None,
+    elastic_wait_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="--elastic: how long to wait for nodes or slots while there are too few for MIN ranks.",
+        ),
+    ] = DEFAULT_WAIT_S,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="--elastic outside of Slurm: file with a line `localhost slots=N`, read again while the run goes on."
+        ),
+    ] = None,
     ranks_per_node: Annotated[
         int | None,
         typer.Option(
@@ -66,7 +86,7 @@ def supervise_command(
             min=1,
             help="Only for `hpctrain train`: if training has not begun after this many seconds, it counts as a hang.",
         ),
-    ] = 300.0,
+    ] = DEFAULT_START_WITHIN_S,
     check: Annotated[
         Path | None,
         typer.Option(help="The site's program that checks a node: it is run on each node before each start."),
@@ -94,42 +114,14 @@ def supervise_command(
     \b
     hpctrain supervise -n 4 -- hpctrain train recipe.toml                      on this machine
     hpctrain supervise -n 12 --ranks-per-node 4 -- hpctrain train recipe.toml     in a job of four nodes: one is a spare
+    hpctrain supervise --elastic 4:16 --ranks-per-node 4 -- hpctrain train recipe.toml     on 1 to 4 nodes, as they live
+    hpctrain supervise --elastic 2:4 --hostfile slots -- hpctrain train recipe.toml        as many ranks as slots
 
     In Slurm, call it in the batch script of a job that was submitted with --no-kill.
     Exit codes: 0 done; 75 queue the job again; 76 do not queue it again; 2 usage; 5 the ranks cannot be launched.
     """
-    from hpctrain.launch import ForkServer, refuse_program_on_stdin, resolve_command, survey_machine
-    from hpctrain.supervise import RestartLimits, SupervisedRun, Supervisor, find_allocation
+    from hpctrain.supervise import RestartLimits
 
-    refuse_program_on_stdin(command)  # a second start would find it read
-    allocation = find_allocation(os.environ)
-    recipe = read_train_command(command)
-    directory = run_directory or (recipe.run_directory if recipe is not None else None)
-    if directory is None:
-        raise UsageError(
-            "where the run keeps its records is not known: give --run-directory, or a command of the form "
-            "`hpctrain train RECIPE`"
-        )
-    per_node = ranks_per_node or _ranks_per_node(
-        os.environ, num_ranks=num_ranks, num_nodes=len(allocation.nodes)
-    )
-    run = SupervisedRun(
-        command=[resolve_command(command[0]), *command[1:]],
-        again=() if recipe is None else ("--resume", "auto"),
-        num_ranks=num_ranks,
-        ranks_per_node=per_node,
-        directory=directory.absolute(),
-        checkpoints=(directory / "checkpoints" if recipe is None else recipe.checkpoints).absolute(),
-        start_within_s=None if recipe is None else start_within_s,
-        check_paths=[
-            str(path.absolute()) for path in (*(check_path or ()), *(recipe.paths if recipe else ()))
-        ],
-        check_script=None if check is None else str(check.absolute()),
-        check_timeout_s=check_timeout_s,
-        fork_server=None
-        if fork_server is False
-        else ForkServer(lingers_s=_SERVER_LINGERS_S, by_default=fork_server is None),
-    )
     limits = RestartLimits(
         max_restarts=max_restarts,
         node_budget=node_budget,
@@ -137,67 +129,22 @@ def supervise_command(
         max_without_progress=max_without_progress,
         min_nodes=min_nodes,
     )
-    supervisor = Supervisor(
-        run, allocation=allocation, limits=limits, machine=survey_machine(), environ=os.environ
+    code = supervise(
+        command,
+        num_ranks=num_ranks,
+        elastic=elastic,
+        elastic_wait_s=elastic_wait_s,
+        hostfile=hostfile,
+        ranks_per_node=ranks_per_node,
+        run_directory=run_directory,
+        limits=limits,
+        start_within_s=start_within_s,
+        check=check,
+        check_paths=check_path or (),
+        check_timeout_s=check_timeout_s,
+        fork_server=fork_server,
     )
-    raise typer.Exit(supervisor.run())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainCommand:
-    """What the supervisor needs to know of a command `hpctrain train RECIPE ...`.
-
-    checkpoints: folder of the checkpoints. paths: paths that the ranks read: the recipe and the datasets.
-    """
-
-    run_directory: Path
-    checkpoints: Path
-    paths: tuple[Path, ...]
-
-
-def read_train_command(command: Sequence[str]) -> TrainCommand | None:
-    """Returns what the supervisor needs to know of `hpctrain train RECIPE ...`; None for any other command.
-
-    `python -m hpctrain` counts as `hpctrain`. Raises RecipeError if the recipe cannot be read.
-    """
-    if Path(command[0]).name.startswith("python") and list(command[1:3]) == ["-m", "hpctrain"]:
-        command = command[2:]
-    if [Path(word).name for word in command[:2]] != ["hpctrain", "train"]:
-        return None
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--resume")
-    parser.add_argument("recipe", type=Path, nargs="?")
-    try:
-        found, _ = parser.parse_known_args(command[2:])
-    except argparse.ArgumentError:
-        return None
-    if found.recipe is None:
-        return None
-    from hpctrain.run import read_recipe_document
-
-    document = read_recipe_document(found.recipe, overrides=found.set)
-    directory = _text(document, "run", "directory")
-    if directory is None:
-        return None
-    checkpoints = _text(document, "checkpoint", "directory")
-    data = [_text(document, "data", "train"), _text(document, "data", "held_out")]
-    return TrainCommand(
-        run_directory=Path(directory),
-        checkpoints=Path(checkpoints) if checkpoints else Path(directory, "checkpoints"),
-        paths=(found.recipe, *(Path(path) for path in data if path)),
-    )
-
-
-def _text(document: Mapping[str, Any], section: str, key: str) -> str | None:
-    table = document.get(section)
-    value = table.get(key) if isinstance(table, dict) else None
-    return value if isinstance(value, str) else None
-
-
-def _ranks_per_node(environ: Mapping[str, str], *, num_ranks: int, num_nodes: int) -> int:
-    asked = environ.get("SLURM_NTASKS_PER_NODE", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else -(-num_ranks // num_nodes)
+    raise typer.Exit(code)
 
 
 if __name__ == "__main__":

@@ -451,9 +451,17 @@ class _Watch:
         self._kill_at_s = None
         self.has_killed = True
         _say(self._out, "killing the launcher and its ranks (SIGKILL)")
-        for pid in _session_members(self._child.pid):
+        members = _session_members(self._child.pid)
+        left = _files_of_open_mpi(members)
+        for pid in members:
             _kill(pid, signal.SIGKILL)
         self._child.kill()
+        self._child.wait()
+        for path in left:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def _end_strays(self) -> None:
         """Ends ranks on this machine that outlived the launcher because it died or could not end them.
@@ -518,6 +526,27 @@ def _session_members(session: int) -> list[int]:
                 if os.getsid(int(name)) == session and not _is_zombie(int(name)):
                     found.append(int(name))
     return found
+
+
+def _files_of_open_mpi(ranks: Sequence[int]) -> list[Path]:
+    """Returns what mpirun would remove at its end: its session folder, and the ranks' segments of shared memory.
+
+    ranks: processes of the launch, of which some have the variables that mpirun gives to ranks.
+    """
+    found: set[Path] = set()
+    for pid in ranks:
+        try:
+            items = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        variables = dict(os.fsdecode(item).partition("=")[::2] for item in items if b"=" in item)
+        job, session = variables.get("PMIX_NAMESPACE", ""), Path(variables.get("PMIX_SERVER_TMPDIR", ""))
+        if job.isdigit():
+            pattern = f"vader_segment.*.{os.geteuid()}.{int(job):x}.*"
+            found.update(path for path in Path("/dev/shm").glob(pattern) if path.stat().st_uid == os.geteuid())
+        if re.fullmatch(r"pid\.\d+", session.name) and session.parent.name.startswith("ompi."):
+            found.add(session)
+    return sorted(found)
 
 
 def _is_zombie(pid: int) -> bool:

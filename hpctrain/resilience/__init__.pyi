@@ -15,6 +15,11 @@ from .out_of_memory import (
     num_parts as num_parts,
     shortage as shortage,
 )
+from .peer_watch import (
+    ELASTIC_VARIABLE as ELASTIC_VARIABLE,
+    PeerWatch as PeerWatch,
+    RankProcess as RankProcess,
+)
 from .stop import StopRequest as StopRequest
 from .stop_signals import (
     DEFAULT_STOP_SIGNALS as DEFAULT_STOP_SIGNALS,

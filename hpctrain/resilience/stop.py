@@ -44,6 +44,8 @@ class StopRequest:
             None before the first request.
         leave: Function that ends the rank at a second request, called with the exit code. Replace it to end all
             ranks.
+        observer: Function that the thread for signals calls with each signal that this process handles, before the
+            thread acts on the signal; None: no function is called.
         leave_code: Exit code after a second request; None means 128 + the signal's number. Set it once the state is
             saved.
     """
@@ -51,6 +53,7 @@ class StopRequest:
     def __init__(self, names: Sequence[SignalName] = DEFAULT_STOP_SIGNALS) -> None:
         self.signal_name: str | None = None
         self.leave: Callable[[int], None] = os._exit
+        self.observer: Callable[[int], None] | None = None
         self._leave_code: int | None = None
         self._second: SecondSignal | None = None
         self._signals = [signal.Signals[name] for name in names]
@@ -131,6 +134,8 @@ class StopRequest:
             while numbers := pipe.read(64):
                 for byte in numbers:
                     number, is_second = (byte, None) if self._second is None else self._second.number_of(byte)
+                    if self.observer is not None:
+                        self.observer(number)
                     if number in handled:
                         self._received(signal.Signals(number), is_second=is_second)
 

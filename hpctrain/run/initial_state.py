@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,33 +21,42 @@ from hpctrain.checkpoint import (
     step_of,
 )
 from hpctrain.comm import on_rank_0
+from hpctrain.errors import CheckpointError
+from hpctrain.resilience import ELASTIC_VARIABLE, StopRequest
 from hpctrain.run.build import checkpoint_directory
 from hpctrain.run.directory import set_aside_newer
 from hpctrain.run.recipe.schema import Recipe
 from hpctrain.run.session import Session
 from hpctrain.telemetry import tell
-from hpctrain.train import Position, Resumed, TrainingState, resume
+from hpctrain.train import Position, Resumed, StateKeeper, TrainingState, resume, why_not_kept
 
 
 def open_tiers(recipe: Recipe, *, session: Session, run: RunIdentity) -> Tiers | None:
-    """Opens the nodes' own storage for checkpoints; returns None if `checkpoint.local` is not set. Collective.
+    """Opens the nodes' own storage for checkpoints. Collective.
+
+    Returns None if `checkpoint.local` is not set, and the run is not elastic. In an elastic run without
+    `checkpoint.local`, the storage is a folder in the nodes' memory, for the state that ranks keep after a loss.
 
     The storage is closed with the session. If the run is new and the nodes hold checkpoints of an earlier run in the
     same run directory, these checkpoints stay where they are, and a printed line says how to use them.
     """
     section = recipe.checkpoint
-    if section.local is None:
-        return None
+    local = section.local
+    if local is None:
+        if not is_elastic():
+            return None
+        local = str(session.agreed(_folder_in_memory, os_error=CheckpointError))
     tiers = Tiers.open(
-        local=section.local,
+        local=local,
         shared=checkpoint_directory(recipe),
         topology=session.topology,
         comm=session.world,
         keep_local=section.local_keep,
         run=run.id,
+        partners=section.local is not None,
     )
     session.on_close(tiers.close)
-    if run.is_new:
+    if run.is_new and section.local is not None:
         for other in tiers.left_by_others(comm=session.world):
             if session.rank == 0:
                 name, path = other.split()[0], Path(recipe.run.directory) / RUN_ID
@@ -55,6 +67,44 @@ def open_tiers(recipe: Recipe, *, session: Session, run: RunIdentity) -> Tiers |
                     f"delete {Path(section.local) / name} on the nodes"
                 )
     return tiers
+
+
+def is_elastic() -> bool:
+    """Returns True if the supervisor of this run may change its number of ranks."""
+    return bool(os.environ.get(ELASTIC_VARIABLE))
+
+
+def _folder_in_memory() -> Path:
+    """Creates the folder for the state that ranks keep. Raises CheckpointError if it is another user's."""
+    parent = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    folder = parent / f"hpctrain-kept-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise CheckpointError(
+            f"{folder}, where an elastic run keeps its state after a loss, is not a directory that only this user can "
+            "write to: remove it, or set checkpoint.local to another folder"
+        )
+    return folder
+
+
+def open_keeper(
+    state: TrainingState, *, tiers: Tiers | None, session: Session, stop: StopRequest
+) -> StateKeeper | None:
+    """Returns what keeps the state after a loss in an elastic run; None in other runs. Collective.
+
+    If single ranks cannot keep the state of this run, a line says so, and the result is None.
+    """
+    if tiers is None or not is_elastic():
+        return None
+    why_not = why_not_kept(state)
+    if why_not is not None:
+        if session.rank == 0:
+            tell(f"after a lost rank or node this run continues from its newest checkpoint, since {why_not}")
+        return None
+    return StateKeeper.open(
+        state, store=tiers.store, comm=session.world, topology=session.topology, stop=stop
+    )
 
 
 def resume_run(

@@ -39,7 +39,7 @@ from hpctrain.run.compute.ranks import check_num_ranks
 from hpctrain.run.data import open_data
 from hpctrain.run.directory import claim_run_directory, prepare_run_directory, set_aside
 from hpctrain.run.guards import build_guards, compare_ranks, limit_host_memory
-from hpctrain.run.initial_state import open_tiers, resume_run, start_from_weights
+from hpctrain.run.initial_state import open_keeper, open_tiers, resume_run, start_from_weights
 from hpctrain.run.metrics_out import (
     TENSORBOARD,
     RunFacts,
@@ -239,6 +239,7 @@ def carry_out(
         os_error=LaunchError,
     )
     tiers: Tiers | None = None
+    is_saved = False  # everything is in the shared folder
     try:
         tiers = open_tiers(recipe, session=session, run=run)
         with in_section(session.world, Section.LOAD):
@@ -288,7 +289,7 @@ def carry_out(
                 run_directory=directory if session.rank == 0 else None, save_signal=save_signal
             ),
             saved_step=resumed.position.step if resumed.path is not None else None,
-            begin=_through(tiers, settings, session=session),
+            begin=_through(tiers if recipe.checkpoint.local is not None else None, settings, session=session),
         )
         stopping = EarlyEnd(
             stop,
@@ -334,6 +335,7 @@ def carry_out(
             times=SectionTimes(limits, comm=session.world, directory=directory),
             identity=identity,
             resumed=resumed,
+            keeper=open_keeper(state, tiers=tiers, session=session, stop=stop),
         )
 
         def summary(status: str) -> dict[str, Any]:
@@ -349,7 +351,9 @@ def carry_out(
         limits.base = None
         try:
             training.run()
+            is_saved = True
         except StoppedEarly:
+            is_saved = True
             summary("stopped")
             raise
         except DivergedError:
@@ -366,6 +370,8 @@ def carry_out(
         updater.close()
         if tiers is not None:
             tiers.close()
+            if is_saved and recipe.checkpoint.local is None and session.leads_node:
+                tiers.store.remove()  # in memory
 
 
 def _check_same_recipe(recipe: Recipe, session: Session) -> None:

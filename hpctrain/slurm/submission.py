@@ -152,7 +152,8 @@ def _launch(slurm: SlurmSection, *, ready: bool) -> str:
     """Returns the words that start the ranks, up to the word `hpctrain`."""
     words = []
     if slurm.launcher == "supervise":
-        words.append('hpctrain supervise -n "$ranks" --')
+        number = '-n "$ranks"' if slurm.elastic is None else f"--elastic {slurm.elastic}"
+        words.append(f"hpctrain supervise {number} --")
     elif slurm.launcher == "mpirun":
         words += ["mpirun", '-n "$SLURM_NTASKS"']
     else:

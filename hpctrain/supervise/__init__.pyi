@@ -4,6 +4,13 @@ from .classify import (
     Evidence as Evidence,
     classify as classify,
 )
+from .elastic import (
+    BatchRule as BatchRule,
+    Elastic as Elastic,
+    ElasticRange as ElasticRange,
+    elastic_batch as elastic_batch,
+    ranks_of_one_model as ranks_of_one_model,
+)
 from .ledger import (
     Attempt as Attempt,
     EffectiveTime as EffectiveTime,

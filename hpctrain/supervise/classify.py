@@ -38,7 +38,8 @@ class AttemptEnd(str, Enum):
     """Why an attempt ended.
 
     FINISHED: the command exited with 0. OTHER_NODES: the ranks stopped to continue on another number of nodes
-    (`scaling.act`). UNKNOWN: no evidence tells why.
+    (`scaling.act`). RESIZED: the supervisor asked the ranks of an elastic run to stop, so that another number of ranks
+    continues. UNKNOWN: no evidence tells why.
     """
 
     FINISHED = "finished"
@@ -54,6 +55,7 @@ class AttemptEnd(str, Enum):
     CHECKPOINT = "checkpoint"
     HANG = "hang"
     OTHER_NODES = "other nodes"
+    RESIZED = "resized"
     UNKNOWN = "unknown"
 
 
@@ -137,7 +139,13 @@ RANK_SAYS = re.compile(r"^hpctrain: rank \d+ on \S+: (?P<text>.*)$")
 DID_NOT_COME = re.compile(rf"^ {{2}}ranks? [\d, -]+ on {_NODE} \S")
 HANG = re.compile(r"did not come: rank|the operation itself hangs|has waited \S+ s .*\(limit")
 DIFFERENT_CALLS = re.compile(r"with different arguments|must be the same on every rank")
-SAYS = re.compile(r"^hpctrain: (?P<text>(?!rank \d+ (?:ends|on \S+ (?:has waited|ends))).+)$")
+SAYS = re.compile(
+    r"^hpctrain: (?P<text>(?!rank \d+ (?:ends|on \S+ (?:has waited|ends|is gone))"
+    r"|\S+ (?:keeps|cannot keep) the state).+)$"
+)
+# In an elastic run: a rank of this node has ended and said nothing before; and what the ranks that are left keep.
+RANK_GONE = re.compile(r"^hpctrain: rank (?P<rank>\d+) on (?P<node>\S+) is gone\b")
+STATE_KEPT = re.compile(r"^hpctrain: (?P<node>\S+) (?:keeps|cannot keep) the state after step (?P<step>\d+)")
 
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):")
 EXCEPTION = re.compile(r"^(?P<text>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Iteration)\b.*)$")
@@ -154,8 +162,8 @@ HYDRA_NODE = re.compile(rf"=\s+(?:RANK \d+ )?PID \d+ RUNNING AT {_NODE}")
 
 _TELLING = (
     TIME_LIMIT, PREEMPTED, NODE_FAILURE, STEP_ENDS, PMIX_LOST, MPI_ABORT, MPI_ABORT_CODE, PEER_GONE, STEPD_GONE,
-    OUT_OF_MEMORY, DISK_FULL, STOPPED, RANK_ENDS, RANK_SAYS, DID_NOT_COME, HANG, DIFFERENT_CALLS, SAYS, TRACEBACK,
-    EXCEPTION, MPIRUN_EXIT_CODE, HYDRA_SIGNAL, HYDRA_NODE, *_LOST_NODE,
+    OUT_OF_MEMORY, DISK_FULL, STOPPED, RANK_GONE, RANK_ENDS, RANK_SAYS, DID_NOT_COME, HANG, DIFFERENT_CALLS, SAYS,
+    TRACEBACK, EXCEPTION, MPIRUN_EXIT_CODE, HYDRA_SIGNAL, HYDRA_NODE, *_LOST_NODE,
 )  # fmt: skip
 
 
@@ -400,6 +408,10 @@ def _who_failed(evidence: Evidence) -> Diagnosis | None:
     # Slurm 24.11 also prints this when a rank ends all ranks after a hang, before it reports how any has ended.
     if cancelled is not None and not text and _first(HANG, lines) is None:
         return _cancelled_or_killed(cancelled.string, lines)
+    gone = _first(RANK_GONE, lines)
+    if gone is not None and not text and _first(HANG, lines) is None:
+        reason = f"rank {gone['rank']} on {gone['node']} has ended without a message"
+        return Diagnosis(cause=AttemptEnd.LOST_RANK, reason=reason, nodes=(gone["node"],))
     code = evidence.exit_code
     says_so = text or _first(MPIRUN_EXIT_CODE, lines) is not None
     if code is None or not (says_so or code > 128 or code in ExitCode.__members__.values()):

@@ -252,7 +252,7 @@ def survey_nodes(
     silent = [node for node in nodes if node in known_silent]
     unusable = dict.fromkeys(silent, "it does not answer")
     if allocation.in_slurm:
-        without = _without_slurmd([node for node in nodes if node not in silent], allocation=allocation)
+        without = without_slurmd([node for node in nodes if node not in silent], allocation=allocation)
         unusable |= dict.fromkeys(without, "slurmd does not answer there")
         silent += without
     # srun would wait for a node without slurmd, and then start nothing on the others.
@@ -273,7 +273,8 @@ def survey_nodes(
     return Survey(usable=tuple(usable), unusable=unusable, silent=tuple(silent), oom_kills=oom_kills)
 
 
-def _without_slurmd(nodes: Sequence[str], *, allocation: Allocation) -> list[str]:
+def without_slurmd(nodes: Sequence[str], *, allocation: Allocation) -> list[str]:
+    """Returns the nodes whose slurmd does not answer, of those whose address is known."""
     targets = [
         ProbeTarget(host=node, addresses=allocation.addresses[node], port=allocation.slurmd_port)
         for node in nodes
@@ -396,11 +397,14 @@ class NodeWatch:
     all processes of a node are killed or the node's link is cut (Slurm 22.05).
 
     addresses: addresses of each node, by name.
+
+    num_nodes: number of the nodes.
     """
 
     def __init__(
         self, nodes: Sequence[str], *, addresses: Mapping[str, tuple[str, ...]], slurmd_port: int
     ) -> None:
+        self.num_nodes = len(nodes)
         self._addresses = {node: addresses[node] for node in nodes if addresses.get(node)}
         self._slurmd_port = slurmd_port
         self._srun: psutil.Process | None = None

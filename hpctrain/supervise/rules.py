@@ -96,7 +96,12 @@ def decide(attempts: Sequence[Attempt], *, limits: RestartLimits) -> Decision:
         return Decision(
             action=Action.REQUEUE, reason="training did not begin, and no node is known to be at fault"
         )
-    here = sum(attempt.allocation == last.allocation for attempt in of_job) - 1
+    if cause is AttemptEnd.RESIZED:
+        return Decision(action=Action.RESTART, reason=cause.value)
+    here = -1 + sum(
+        attempt.allocation == last.allocation and attempt.cause is not AttemptEnd.RESIZED
+        for attempt in of_job
+    )
     if here >= limits.max_restarts:
         return Decision(
             action=Action.REQUEUE, reason=f"{here} restarts in this allocation are the limit (--max-restarts)"

@@ -10,24 +10,28 @@ import secrets
 import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from hpctrain.errors import ExitCode, GivenUp
+from hpctrain.errors import ExitCode, GivenUp, LaunchError
 from hpctrain.launch import (
     STOP_SIGNALS,
-    EndRequest,
     ForkServer,
     LocalMachine,
-    RankFailure,
     plan_launch,
     run_launch,
 )
-from hpctrain.resilience import OUT_OF_MEMORY_VARIABLE
-from hpctrain.supervise.classify import AttemptEnd, Evidence, classify, is_telling, says_a_loss
+from hpctrain.resilience import ELASTIC_VARIABLE, OUT_OF_MEMORY_VARIABLE
+from hpctrain.supervise.attempt_watch import AttemptWatch, say
+from hpctrain.supervise.classify import AttemptEnd, Diagnosis, Evidence, classify
+from hpctrain.supervise.elastic import (
+    Elastic,
+    NodeReturns,
+    ResizeWatch,
+    pause_until,
+)
 from hpctrain.supervise.ledger import (
     Attempt,
     Ledger,
@@ -58,132 +62,12 @@ from hpctrain.supervise.rules import (
     needs_smaller_micro_batches,
 )
 
-# Earlier lines are ignored: the attempt has survived what they report.
-_WINDOW_S = 60.0
-_MAX_TELLING = 1000
-_MAX_RECENT = 1000
-_MAX_CHARACTERS = 1000  # per line
-
-
-@final
-class LogLines:
-    """The part of a log that the classifier needs: the last lines, and earlier lines that may show a cause.
-
-    Lines are added in order. Memory is bounded, even for a job step that prints for days.
-    """
-
-    def __init__(self) -> None:
-        self._telling: deque[tuple[int, float, str]] = deque(maxlen=_MAX_TELLING)
-        self._recent: deque[tuple[int, float, str]] = deque(maxlen=_MAX_RECENT)
-        self._count = 0
-
-    def add(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\r")[:_MAX_CHARACTERS]
-        self._count += 1
-        entry = (self._count, time.monotonic(), text)
-        self._recent.append(entry)
-        if is_telling(text):
-            self._telling.append(entry)
-
-    def lines(self) -> tuple[str, ...]:
-        """Returns the kept lines of the last minute, in order."""
-        since = time.monotonic() - _WINDOW_S
-        return tuple(text for _, added, text in sorted({*self._telling, *self._recent}) if added >= since)
-
-
-# Seconds from the first line that names a lost rank or node until the others are ended: they may still print why.
-_GRACE_S = 1.5
-# The same if a signal has ended the rank: only lines that are under way are waited for, such as the report of a hang.
-_GRACE_AFTER_SIGNAL_S = 0.5
-
-
-@final
-class AttemptWatch:
-    """An `Observer` that follows one attempt.
-
-    The watch records the start of training and the first loss of a rank or node, and asks the launcher to end the
-    attempt after a loss, or if training does not start.
-
-    start_within_s: seconds within which training must start; None for no limit.
-    kill_after_s: see `EndRequest`.
-    training_begins: function that is called once, with the step from which training starts and the time (seconds since
-    1970).
-
-    lost_at: time of the first sign that a rank or node was lost, in seconds since 1970; None if there was no such sign.
-    silent_nodes: nodes that no longer answered.
-    overdue: True if training has not started in time. The ranks are then ended, and output that they print from then on
-    is ignored.
-    """
-
-    def __init__(
-        self,
-        progress: RunProgress,
-        *,
-        nodes: NodeWatch,
-        start_within_s: float | None,
-        kill_after_s: float,
-        training_begins: Callable[[int, float], None],
-    ) -> None:
-        self.log = LogLines()
-        self.lost_at: float | None = None
-        self.silent_nodes: tuple[str, ...] = ()
-        self.overdue = False
-        self._has_begun = False
-        self._kill_after_s = kill_after_s
-        self._progress = progress
-        self._nodes = nodes
-        self._start_by_s = None if start_within_s is None else time.monotonic() + start_within_s
-        self._training_begins = training_begins
-        self._end_by_s: float | None = None
-
-    def launched(self, pid: int) -> None:
-        self._nodes.launched(pid)
-
-    def saw_line(self, line: bytes, failure: RankFailure | None) -> None:
-        if self.overdue:
-            return
-        self.log.add(line)
-        if self.lost_at is not None:
-            return
-        if failure is not None and failure.exit_code == ExitCode.STOPPED_EARLY:
-            return  # the other ranks have saved too, and are about to end
-        if failure is not None or says_a_loss(line.decode(errors="replace")):
-            self.lost_at = time.time()
-            by_signal = failure is not None and failure.signal is not None
-            self._end_by_s = time.monotonic() + (_GRACE_AFTER_SIGNAL_S if by_signal else _GRACE_S)
-
-    def must_end(self) -> EndRequest | None:
-        self._nodes.look()
-        lost = self._nodes.lost()
-        if lost:
-            self.silent_nodes = tuple(lost)
-            self.lost_at = min([*lost.values(), *([] if self.lost_at is None else [self.lost_at])])
-            return self._end(f"{', '.join(lost)} does not answer any more")
-        self.look_for_begin()
-        if not self._has_begun and self._start_by_s is not None and time.monotonic() > self._start_by_s:
-            self.overdue = True
-            return self._end("training does not begin")
-        if self._end_by_s is not None and time.monotonic() > self._end_by_s:
-            return self._end("a rank is lost")
-        return None
-
-    def _end(self, reason: str) -> EndRequest:
-        return EndRequest(reason=reason, kill_after_s=self._kill_after_s)
-
-    def look_for_begin(self) -> None:
-        """Calls `training_begins` if training has started since the last call."""
-        step = None if self._has_begun or self.overdue else self._progress.first_step()
-        if step is not None:
-            self._has_begun = True
-            self._training_begins(step, time.time())
-
-
-# `hpctrain supervise`.
-
-
 ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
 # Pauses before the nodes are checked again if none has answered, since the controller may be busy or failing over.
 _ASK_AGAIN_AFTER_S = (5.0, 15.0, 30.0)
+# While an elastic run waits for slots.
+_READS_SLOTS_EVERY_S = 1.0
+_ASKS_NODES_EVERY_S = 5.0
 
 # srun asks Slurm to kill the ranks on all nodes, and then waits for a lost node for KillWait, 30 s as a rule.
 # The check of the nodes ends ranks that it leaves behind.
@@ -205,6 +89,7 @@ class SupervisedRun:
     start_within_s: seconds from the launch to the start of training; None for no limit.
     check_paths, check_script, check_timeout_s: see `Checks`.
     fork_server: fork server for all attempts, see `plan_launch`.
+    elastic: how the number of ranks may change; None: it changes only if nodes are lost, and not during an attempt.
     """
 
     command: Sequence[str]
@@ -218,6 +103,7 @@ class SupervisedRun:
     check_script: str | None = None
     check_timeout_s: float = 30.0
     fork_server: ForkServer | None = None
+    elastic: Elastic | None = None
 
 
 @final
@@ -253,6 +139,7 @@ class Supervisor:
             timeout_s=run.check_timeout_s,
         )
         self._signals: list[str] = []
+        self._left_out: dict[str, str] = {}  # nodes that are not used, and why
 
     def run(self) -> int:
         """Runs attempts, and returns the exit code of the command.
@@ -271,9 +158,11 @@ class Supervisor:
         with self._noting_signals():
             survey = self._survey()
             while True:
-                nodes = self._choose(survey)
+                nodes, survey = self._wait_for_slots(survey)
                 if self._signals:
                     say(f"{self._signals[0]}: no further attempt is started")
+                    return int(ExitCode.STOPPED_EARLY)
+                if not self._num_ranks(nodes):
                     return int(ExitCode.STOPPED_EARLY)
                 if len(nodes) < self._limits.min_nodes:
                     say(
@@ -335,12 +224,91 @@ class Supervisor:
             for node in {*survey.usable} & {*excluded}:
                 until = time.strftime("%F %T", time.localtime(excluded[node]))
                 left_out[node] = f"excluded until {until} for its failures"
-        if left_out:
+        if left_out and left_out != self._left_out:
             say(f"nodes that are not used: {_fold(left_out)}")
+        self._left_out = left_out
         usable = [node for node in survey.usable if node not in left_out]
         before = self._ledger.attempts[-1].nodes if self._ledger.attempts else ()
         wanted = -(-self._run.num_ranks // self._run.ranks_per_node) if self._allocation.in_slurm else 1
         return choose_nodes(usable, wanted=wanted, in_use=before)
+
+    def _num_ranks(self, nodes: Sequence[str]) -> int:
+        """Returns the number of ranks of an attempt on these nodes; 0 if an elastic run has too few slots for one."""
+        run, in_slurm = self._run, self._allocation.in_slurm
+        if run.elastic is None:
+            return min(run.num_ranks, run.ranks_per_node * max(1, len(nodes))) if in_slurm else run.num_ranks
+        return run.elastic.ranks_for(
+            run.ranks_per_node * len(nodes) if in_slurm else self._slots(run.elastic)
+        )
+
+    def _slots(self, elastic: Elastic) -> int:
+        """Returns the slots of this machine. If the hostfile has become faulty, there are none until it is mended."""
+        try:
+            return elastic.slots_here()
+        except LaunchError as error:
+            if not self._ledger.attempts:
+                raise
+            say(f"{error}")
+            return 0
+
+    def _wait_for_slots(self, survey: Survey) -> tuple[tuple[str, ...], Survey]:
+        """Returns the nodes of the next attempt, and their survey.
+
+        An elastic run with fewer slots than it needs waits for more, for at most `Elastic.wait_s` seconds.
+        """
+        nodes, elastic = self._choose(survey), self._run.elastic
+        if elastic is None or self._num_ranks(nodes):
+            return nodes, survey
+        until_s = time.monotonic() + elastic.wait_s
+        say(f"{self._too_few(elastic, nodes)}: waiting up to {elastic.wait_s:g} s for more")
+        while not self._signals and not self._num_ranks(nodes):
+            if time.monotonic() >= until_s:
+                say(
+                    f"{self._too_few(elastic, nodes)}, after {elastic.wait_s:g} s: ending with exit code 75; the same "
+                    "command resumes from the state that is saved"
+                )
+                break
+            every_s = _ASKS_NODES_EVERY_S if self._allocation.in_slurm else _READS_SLOTS_EVERY_S
+            self._pause(min(every_s, max(0.0, until_s - time.monotonic())))
+            if not self._allocation.in_slurm and not self._num_ranks(nodes):
+                continue
+            survey = self._survey_once(())
+            nodes = self._choose(survey)
+        return nodes, survey
+
+    def _too_few(self, elastic: Elastic, nodes: Sequence[str]) -> str:
+        needed = f"at least {elastic.range.least} ranks are needed (--elastic {elastic.range})"
+        if not self._allocation.in_slurm:
+            return f"{elastic.hostfile} gives {self._slots(elastic)} slots on this machine, and {needed}"
+        missing = f"; missing: {_fold(self._left_out)}" if self._left_out else ""
+        slots = self._run.ranks_per_node * len(nodes)
+        return f"{len(nodes)} nodes with {slots} slots are usable, and {needed}{missing}"
+
+    def _resize_watch(self, nodes: Sequence[str], *, num_ranks: int) -> ResizeWatch | None:
+        elastic = self._run.elastic
+        if elastic is None:
+            return None
+        if not self._allocation.in_slurm:
+            if elastic.hostfile is None:
+                return None
+
+            def read() -> tuple[int, str]:
+                slots = elastic.slots_here()
+                return elastic.ranks_for(slots), f"{elastic.hostfile} gives {slots} slots"
+
+            return ResizeWatch(ranks=num_ranks, find=read)
+        if num_ranks == elastic.ranks_for(elastic.range.most):
+            return None
+        excluded = excluded_nodes(self._ledger.attempts, limits=self._limits, now=time.time())
+        returns = NodeReturns(
+            nodes,
+            excluded=list(excluded),
+            allocation=self._allocation,
+            checks=self._checks,
+            environ=self._environ,
+            ranks_with=lambda count: elastic.ranks_for(self._run.ranks_per_node * count),
+        )
+        return ResizeWatch(ranks=num_ranks, find=returns.find)
 
     def _end_fork_servers(self) -> None:
         server, attempts = self._run.fork_server, self._ledger.attempts
@@ -357,8 +325,8 @@ class Supervisor:
 
         Returns the attempt, and the state of the nodes at its end.
         """
-        run, in_slurm = self._run, self._allocation.in_slurm
-        num_ranks = min(run.num_ranks, run.ranks_per_node * len(nodes)) if in_slurm else run.num_ranks
+        run, in_slurm, elastic = self._run, self._allocation.in_slurm, self._run.elastic
+        num_ranks = self._num_ranks(nodes)
         attempts = self._ledger.attempts
         attempt = Attempt(
             number=attempts[-1].number + 1 if attempts else 1,
@@ -377,8 +345,14 @@ class Supervisor:
         }
         if attempts and needs_smaller_micro_batches(attempts[-1]):
             environ[OUT_OF_MEMORY_VARIABLE] = str(attempts[-1].number)
+        batch = None if elastic is None else elastic.batch
+        overrides: tuple[str, ...] = ()
+        if elastic is not None:
+            environ[ELASTIC_VARIABLE] = str(elastic.range)
+            if batch is not None:
+                overrides = batch.overrides(ranks=num_ranks, most=elastic.range.most)
         plan = plan_launch(
-            [*run.command, *(() if is_first else run.again)],
+            [*run.command, *overrides, *(() if is_first else run.again)],
             num_ranks=num_ranks,
             ranks_per_node=run.ranks_per_node,
             environ=environ,
@@ -388,6 +362,9 @@ class Supervisor:
         )
         self._ledger.add(attempt)
         say(f"attempt {attempt.number}: {num_ranks} ranks on {', '.join(nodes)}")
+        if elastic is not None and batch is not None:
+            say(f"{num_ranks} ranks: {batch.describe(ranks=num_ranks, most=elastic.range.most)}")
+        resize = self._resize_watch(nodes, num_ranks=num_ranks)
         progress = RunProgress(run.directory, checkpoints=run.checkpoints)
         watch = AttemptWatch(
             progress,
@@ -397,13 +374,18 @@ class Supervisor:
             start_within_s=run.start_within_s,
             kill_after_s=_SRUN_KILLED_AFTER_S if in_slurm else _MPIRUN_KILLED_AFTER_S,
             training_begins=self._training_begins,
+            resize=resize,
+            keeps_state=elastic is not None and run.start_within_s is not None,
         )
         outcome = run_launch(plan, environ=environ, observer=watch)
+        if resize is not None:
+            resize.end()
         watch.look_for_begin()
         self._signals += outcome.signals
         ended, lines = time.time(), watch.log.lines()
         after, stopped = before, outcome.exit_code == ExitCode.STOPPED_EARLY or bool(self._signals)
-        if outcome.exit_code != ExitCode.DONE and not stopped:
+        resized = bool(watch.resized) and outcome.exit_code == ExitCode.STOPPED_EARLY and not self._signals
+        if outcome.exit_code != ExitCode.DONE and (resized or not stopped):
             after = self._survey(known_silent=watch.silent_nodes)
         announced = progress.announced_ending()
         diagnosis = classify(
@@ -426,6 +408,8 @@ class Supervisor:
                 preempted=stopped and was_preempted(self._allocation),
             )
         )
+        if resized and diagnosis.cause not in (AttemptEnd.WALL_CLOCK, AttemptEnd.LOST_NODE):
+            diagnosis = Diagnosis(cause=AttemptEnd.RESIZED, reason=watch.resized)
         finished = record_end(
             self._ledger,
             progress,
@@ -458,9 +442,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _pause(self, seconds: float) -> None:
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s and not self._signals:
-            time.sleep(0.2)
+        pause_until(seconds, ends=lambda: bool(self._signals))
 
 
 def _cause(attempt: Attempt) -> str:
@@ -473,8 +455,3 @@ def _fold(reasons: Mapping[str, str]) -> str:
     for node, reason in reasons.items():
         by_reason.setdefault(reason, []).append(node)
     return "; ".join(f"{', '.join(nodes)}: {reason}" for reason, nodes in by_reason.items())
-
-
-def say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"hpctrain supervise: {text}", file=sys.stderr, flush=True)

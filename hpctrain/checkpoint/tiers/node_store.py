@@ -5,6 +5,9 @@
         ignored
     LOCAL/<run>/<node>/partner/step-00000050/data-00000.h5    sent by the leader of another node
     LOCAL/<run>/<node>/partner/step-00000050.json
+    LOCAL/<run>/<node>/kept/step-00000057/data-00000.h5       a whole checkpoint that one rank of the node wrote after
+        the loss of another rank, see `keep_state`
+    LOCAL/<run>/<node>/kept/step-00000057.json
 
 LOCAL is the argument `local` of `Tiers.open`. Not collective: called by the leader of the node, its lowest rank.
 """
@@ -29,7 +32,8 @@ from hpctrain.checkpoint.tiers.partner_copy import Offer, PartnerError
 from hpctrain.errors import CheckpointError
 from hpctrain.storage import HASH_DIGITS, replace_file, sync_directory
 
-OWN, PARTNER = "own", "partner"
+OWN, PARTNER, KEPT = "own", "partner", "kept"
+_KINDS = (OWN, PARTNER, KEPT)
 _DIRECTORY = "shared-directory"  # in LOCAL/<run>: the path of the run's shared checkpoint directory
 _NOTE = re.compile(r"step-(\d{8,18})\.json")
 _STEP = re.compile(r"step-(\d{8,18})")
@@ -42,7 +46,7 @@ class Held:
 
     Attributes:
         path: The file.
-        kind: OWN if the node's ranks wrote it, PARTNER if another node sent it.
+        kind: OWN if the node's ranks wrote it, PARTNER if another node sent it, KEPT if one rank wrote it alone.
         offer: Step and id of the checkpoint that the file belongs to, and the file's index and length.
         digest: Hash (xxh3_64) of all bytes of the file; "" if the file was never read as a whole.
     """
@@ -79,8 +83,8 @@ def run_key(shared: Path) -> str:
 class LocalStore:
     """One node's folder of a run on node storage, with checkpoint files.
 
-    A file is of kind OWN if the node's ranks wrote it, of kind PARTNER if another node sent it. Of each kind, the store
-    keeps the files of the newest `keep_steps` steps. `keep_steps` is at least 1.
+    A file is of kind OWN if the node's ranks wrote it, of kind PARTNER if another node sent it, of kind KEPT if one rank
+    wrote it alone. Of each kind, the store keeps the files of the newest `keep_steps` steps. `keep_steps` is at least 1.
     """
 
     base: Path  # LOCAL/<run>
@@ -100,12 +104,17 @@ class LocalStore:
     def partner(self) -> Path:
         return self.root / PARTNER
 
+    @property
+    def kept(self) -> Path:
+        """Directory of the whole checkpoints that single ranks of the node have written."""
+        return self.root / KEPT
+
     def prepare(self) -> None:
         """Creates the folders of this node, and removes files that killed runs have left incomplete.
 
         Raises CheckpointError.
         """
-        for directory in (self.own, self.partner):
+        for directory in (self.own, self.partner, self.kept):
             with explained(action="keep checkpoints in", path=directory):
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 for path in directory.iterdir():
@@ -120,6 +129,31 @@ class LocalStore:
         `offer` describes the file, and `digest` is its hash, "" if unknown. Raises CheckpointError.
         """
         _write_note(self.own, Held(path=str(path), kind=OWN, offer=offer, digest=digest))
+
+    # ------------------------------------------------------------------ a whole checkpoint of one rank
+
+    def keep_whole(self, folder: Path, *, offer: Offer) -> None:
+        """Moves `folder`, a whole checkpoint of one file, to its place, and removes older ones. Raises CheckpointError.
+
+        A checkpoint of the same step that is already there is replaced.
+        """
+        final = self.kept / folder_name(offer.step)
+        with explained(action="keep the state as", path=final):
+            _forget_step(self.kept, offer.step)
+            os.rename(folder, final)
+        _write_note(self.kept, Held(path=str(final / part_name(0)), kind=KEPT, offer=offer, digest=""))
+        self.prune(KEPT)
+
+    def remove(self) -> None:
+        """Removes all files of this node, and the run's folder if no other node has files there. Ignores errors."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        with suppress(OSError):
+            if [path.name for path in self.base.iterdir()] == [_DIRECTORY]:
+                shutil.rmtree(self.base, ignore_errors=True)
+
+    def kept_steps(self) -> list[int]:
+        """Returns the steps of the whole checkpoints that are kept."""
+        return [step for step in _steps_in(self.kept) if _read_note(self.kept, step) is not None]
 
     # ------------------------------------------------------------------ another node's file: a `Shelf`
 
@@ -172,7 +206,7 @@ def forget_under(base: Path, *, from_step: int) -> None:
     The files of all nodes in that folder are removed. The run will write these steps again. Raises CheckpointError.
     """
     with explained(action="remove older copies from", path=base):
-        for directory in (*base.glob(f"*/{OWN}"), *base.glob(f"*/{PARTNER}")):
+        for directory in (found for kind in _KINDS for found in base.glob(f"*/{kind}")):
             for step in _steps_in(directory):
                 if step >= from_step:
                     _forget_step(directory, step)
@@ -222,7 +256,7 @@ def held_under(base: Path) -> list[Held]:
     with explained(action="look for checkpoints in", path=base):
         if not base.is_dir():
             return []
-        for kind in (OWN, PARTNER):
+        for kind in _KINDS:
             for directory in sorted(base.glob(f"*/{kind}")):
                 for step in sorted(_steps_in(directory), reverse=True):
                     held = _read_note(directory, step)

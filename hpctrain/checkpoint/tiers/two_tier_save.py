@@ -111,6 +111,7 @@ class Tiers:
         run: str | None = None,
         keep_local: int = 1,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        partners: bool = True,
     ) -> Tiers:
         """Opens the two locations of a run's checkpoints, node storage and the shared folder. Collective.
 
@@ -126,6 +127,7 @@ class Tiers:
                 that is started again with the same path recovers what the earlier one left on the nodes.
             keep_local: Number of checkpoints to keep on node storage, at least 1.
             timeout_s: Longest time to wait for an answer from a partner, in seconds.
+            partners: False if nodes are not to be connected, because no checkpoint will be saved through the tiers.
 
         Returns:
             The two locations. Call `close` at the end of the run.
@@ -151,16 +153,16 @@ class Tiers:
             timeout_s=timeout_s,
         )
         try:
-            tiers._connect(comm)
+            tiers._connect(comm, partners=partners)
         except BaseException:
             tiers.close()
             raise
         return tiers
 
-    def _connect(self, comm: Collective) -> None:
-        """Starts a server on the lowest rank (leader) of each node, and connects the leader to its partner. Collective.
+    def _connect(self, comm: Collective, *, partners: bool) -> None:
+        """Prepares folders, and starts a server on the lowest rank (leader) of each node. Collective.
 
-        The partner is the leader of the next node.
+        With `partners`, connects each leader to its partner, the leader of the next node.
         """
 
         def begin() -> dict[str, Any] | None:
@@ -168,7 +170,7 @@ class Tiers:
                 return None
             self.store.prepare()
             note_directory(self.store.base, shared=self.shared)
-            if self.topology.num_nodes == 1:
+            if self.topology.num_nodes == 1 or not partners:
                 return None
             self._server = PartnerServer(
                 node=self.store.node, token=self.token, shelf=self.store, timeout_s=self.timeout_s

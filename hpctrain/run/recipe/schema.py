@@ -42,6 +42,12 @@ class RunSection(RecipeSection):
     ranks: int | None = Field(
         None, ge=1, description="Required number of ranks; with another number the run does not start."
     )
+    elastic_batch: Literal["fixed", "per-rank"] = Field(
+        "fixed",
+        description="Elastic runs (`hpctrain supervise --elastic MIN:MAX`): what stays when the number of ranks "
+        "changes. `fixed`: data.global_batch; fewer ranks compute their larger shares in more micro-batches. "
+        "`per-rank`: data.global_batch / MAX samples per rank; the learning rate follows by `optimizer.lr_scaling`.",
+    )
     backend: Literal["auto", "horovod", "mpi", "serial"] = Field(
         "auto",
         description="Communication backend. `auto`: MPI; with GPUs, Horovod for the gradients if it is built with "

@@ -144,6 +144,12 @@ class SlurmSection(RecipeSection):
         ge=0,
         description="`supervise`: how many of the nodes are kept free, to take the place of a lost one.",
     )
+    elastic: str | None = Field(
+        None,
+        pattern=r"^[1-9]\d*:[1-9]\d*$",
+        description="`supervise`: `MIN:MAX`, the range of the number of ranks. The run goes on with fewer ranks after "
+        "a lost node, and with more when the node is back; see guides/elastic.md.",
+    )
     mpi: _Word = Field(
         "pmix", description="`srun`: the value of its --mpi. `pmix` for Open MPI, `pmi2` for MPICH."
     )
@@ -200,6 +206,8 @@ class SlurmSection(RecipeSection):
             raise ValueError(
                 "spares must be fewer than nodes, and are possible only with launcher = 'supervise'"
             )
+        if self.elastic is not None:
+            self._check_elastic(*map(int, self.elastic.split(":")))
         if self.container is None and self.container_mounts:
             raise ValueError("container_mounts needs container")
         if self.container is not None and (self.python or self.python_archive):
@@ -221,6 +229,17 @@ class SlurmSection(RecipeSection):
                     f"from 0 to {combinations - 1}"
                 )
         return self
+
+    def _check_elastic(self, least: int, most: int) -> None:
+        slots = self.nodes * self.tasks_per_node
+        if self.launcher != "supervise":
+            raise ValueError("elastic needs launcher = 'supervise', which starts the ranks again")
+        if self.spares:
+            raise ValueError("elastic: nodes beyond those that MAX ranks need are spares, so leave spares out")
+        if not least <= most <= slots:
+            raise ValueError(
+                f"elastic = {self.elastic!r}: MIN must be at most MAX, and MAX at most nodes x tasks_per_node = {slots}"
+            )
 
 
 def seconds_of(text: str, *, key: str) -> int:

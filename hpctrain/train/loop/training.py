@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from hpctrain.train.loop.evaluate import agreed_batches, evaluate
 from hpctrain.train.loop.guards import Guards
 from hpctrain.train.loop.recorder import RunRecorder
 from hpctrain.train.loop.settings import LoopSettings, Totals
+from hpctrain.train.loop.state_keeper import StateKeeper
 from hpctrain.train.loop.stopping import EarlyEnd
 from hpctrain.train.state.training_state import FiniteCheck, Resumed, TrainingState
 from hpctrain.train.task.loss_weights import LOSS_WEIGHT, with_mean_loss
@@ -159,6 +160,7 @@ class Training:
         efficiency: The watch that adds up how the ranks spend their time.
         trace: The tracer of chosen steps.
         times: The measurement of sections, from which the time limits of waits are derived.
+        keeper: Keeps the state of the last step on the nodes if a rank is lost; None: it is not kept.
         resumed: The position and checkpoint from which to start.
     """
 
@@ -182,7 +184,9 @@ class Training:
         times: SectionTimes,
         identity: Mapping[str, Any],
         resumed: Resumed,
+        keeper: StateKeeper | None = None,
     ) -> None:
+        self._keeper = keeper
         self._runner = runner
         self._state = state
         self._loader = loader
@@ -212,6 +216,19 @@ class Training:
 
         If the run has to stop early, saves the state and raises StoppedEarly.
         """
+        if self._keeper is None:
+            self._run_to_end()
+            return
+        self._keeper.begins(self._captured, step=self._position.step)
+        try:
+            self._run_to_end()
+        except BaseException as error:
+            self._keeper.fails(error)
+            raise
+        finally:
+            self._keeper.close()
+
+    def _run_to_end(self) -> None:
         with self._checkpoints, self._recorder:
             self._run()
 
@@ -312,6 +329,8 @@ class Training:
         self._guards.balance.add(batch)
         self._position = self._position.after(batch)
         step = self._position.step
+        if self._keeper is not None:
+            self._keeper.step_ended(step)
         stopping = self._stopping.agreed(outcome.sums)
         save = self._checkpoints.after_step(step, outcome.sums) and self._guards.may_save
         if evaluates and not stopping:
@@ -319,6 +338,8 @@ class Training:
             with recorder.clock.span("evaluation"):  # before the save, which contains the metrics
                 self._evaluate()
             self._stopping.plan.evaluations.add(time.perf_counter() - started)
+            if self._keeper is not None:
+                self._keeper.step_ended(step)  # with the random generators after the evaluation
         if save or stopping:
             self._save()
         seconds = recorder.ends(batch, outcome, position=self._position, lr=lr)
@@ -372,7 +393,7 @@ class Training:
             divide_by = LOSS_WEIGHT if of_loss else None
             started = time.perf_counter()
             outcome = memory.update(
-                partial(updater.step, sums=sums, accepts=self._guards.accepts, divide_by=divide_by)
+                partial(updater.step, sums=sums, accepts=self._accepts, divide_by=divide_by)
             )
             if of_loss:
                 outcome = replace(outcome, sums=with_mean_loss(outcome.sums))
@@ -385,7 +406,15 @@ class Training:
                     updater.wait_for_parameters()
                     self._state.ema.update()
                 return outcome
+            if self._keeper is not None:
+                self._keeper.unchanged()
             memory.divide(step)
+
+    def _accepts(self, grad_norm: float, sums: Mapping[str, float]) -> bool:
+        """See `Guards.accepts`. Called when the sums of a step are known, before anything is changed."""
+        if self._keeper is not None:
+            self._keeper.changes()
+        return self._guards.accepts(grad_norm, sums)
 
     def _roll_back(self, batch: Batch, error: DivergedError) -> None:
         """Continues from an older checkpoint with a lower learning rate. Collective.
@@ -395,6 +424,8 @@ class Training:
         batch: the batch on which the run diverged.
         error: the error that ended the step.
         """
+        if self._keeper is not None:
+            self._keeper.changes()
         self._checkpoints.finish()
         divergence = self._guards.divergence
         step, diverged = self._position.step + 1, self._position.after(batch)
@@ -417,6 +448,8 @@ class Training:
             resumed, step=step, why=error.reason,
             num_roll_backs=divergence.num_roll_backs, lr_factor=divergence.lr_factor,
         )  # fmt: skip
+        if self._keeper is not None:
+            self._keeper.step_ended(self._position.step)
         self._save(again=True)  # with the lower rate and the count, which a restart must know
 
     # ------------------------------------------------------------------ at a boundary
@@ -427,6 +460,10 @@ class Training:
     def _capture(self) -> State:
         self._state.updater.wait_for_parameters()
         self._finite.before_save(self._state.model, step=self._position.step)
+        return self._captured()
+
+    def _captured(self) -> State:
+        """Returns the state after the last step. Not collective, if the parameters are complete."""
         state = self._state.capture(
             self._position, comm=self._comm, identity=self._identity, parent=self._parent
         )
@@ -451,7 +488,8 @@ class Training:
         most = self._settings.evaluation_samples
         self._quality = evaluate(self._runner, held_out, comm=self._comm, max_samples=most)
         if self._state.ema is not None:
-            with self._state.ema.applied():
+            hidden = nullcontext() if self._keeper is None else self._keeper.changed_for_a_while()
+            with hidden, self._state.ema.applied():
                 averaged = evaluate(self._runner, held_out, comm=self._comm, max_samples=most)
             self._quality |= {f"ema_{name}": value for name, value in averaged.items()}
         self._quality_step = self._position.step

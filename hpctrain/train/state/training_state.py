@@ -144,7 +144,7 @@ class TrainingState:
             shape = (comm.num_ranks, row.numel())
             items.append(
                 TensorShard(
-                    name=f"{_GENERATORS}{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0)
+                    name=f"{GENERATORS}{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0)
                 )
             )
         items.extend(_saved(tensor) for tensor in self.updater.state_tensors())
@@ -286,7 +286,7 @@ class TrainingState:
         otherwise = derive_seed(self.seed, "resume", position.step, drawing.index)
         if (saved_ranks, saved_drawing) == (comm.num_ranks, drawing.size):
             # Cloned: torch reads a generator state as a struct, and a row of a larger tensor may not be aligned for it.
-            rows = {name: t[0].clone() for name, t in _under(_GENERATORS, tensors).items()}
+            rows = {name: t[0].clone() for name, t in _under(GENERATORS, tensors).items()}
             restore_generators(rows, device=device_of(self.model), otherwise=otherwise)
         else:
             seed_generators(otherwise)
@@ -336,7 +336,7 @@ class TrainingState:
             )
 
 
-_GENERATORS = "generators/"
+GENERATORS = "generators/"
 _UPDATER = "updater/"
 _EMA = "ema/"
 
@@ -351,7 +351,7 @@ def generator_rows(checkpoint: Checkpoint, *, rank: int) -> Regions:
     return {
         name: [_rows_of(stored.shape, min(rank, stored.shape[0] - 1), min(rank, stored.shape[0] - 1) + 1)]
         for name, stored in checkpoint.tensors.items()
-        if name.startswith(_GENERATORS) and len(stored.shape) == 2 and stored.shape[0]
+        if name.startswith(GENERATORS) and len(stored.shape) == 2 and stored.shape[0]
     }
 
 

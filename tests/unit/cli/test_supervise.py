@@ -15,7 +15,8 @@ with warnings.catch_warnings():
     import typer
     from typer.testing import CliRunner
 
-    from hpctrain.cli.supervise import read_train_command, supervise_command
+    from hpctrain.cli.supervise import supervise_command
+    from hpctrain.cli.supervised import read_train_command
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning:click", "ignore::DeprecationWarning:typer"

@@ -19,6 +19,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "chained sweep": {"on_stop": "successor", "sweep": {"run.seed": [1, 2]}},
     "mpirun": {"launcher": "mpirun"},
     "supervise": {"launcher": "supervise", "nodes": 3, "spares": 1},
+    "elastic": {"launcher": "supervise", "elastic": "2:4"},
     "shrinkable": {"shrinkable": True},
     "apptainer": {"container": "my image.sif", "container_mounts": ["/tmp", "/var:/data"], "gpus_per_task": 1},
     "pyxis": {"container": "nvcr.io#a/b:1", "container_runtime": "pyxis", "container_mounts": ["/tmp"]},

@@ -92,6 +92,7 @@ def test_a_script_is_short_and_says_what_the_section_says() -> None:
         ("mpirun", ["mpirun -n \"$SLURM_NTASKS\" \\\n", "binding_policy=none"], ["srun"]),
         ("supervise", ["#SBATCH --no-kill", "ranks=$(((SLURM_JOB_NUM_NODES - 1) * SLURM_NTASKS_PER_NODE))",
                        "hpctrain supervise -n \"$ranks\" -- \\\n  hpctrain train"], ["srun", "state saved"]),
+        ("elastic", ["#SBATCH --no-kill", "hpctrain supervise --elastic 2:4 -- \\\n  hpctrain train"], ["srun"]),
         ("shrinkable", ["smaller='runs/it'\"'\"'s here/slurm'/nodes-$SLURM_JOB_ID"], []),
         ("apptainer", ["apptainer exec --nv --bind \"$PWD\" --bind /tmp --bind /var:/data 'my image.sif'"], ["PATH="]),
         ("pyxis", ["--container-image='nvcr.io#a/b:1' --container-mounts=\"$PWD:$PWD\",/tmp:/tmp"], ["PATH="]),

@@ -56,6 +56,13 @@ from tests.unit.run.test_recipe import minimal
         ({"launcher": "supervise", "shrinkable": True}, "with launcher = 'supervise' a job keeps its nodes"),
         ({"launcher": "supervise", "spares": 1}, "spares must be fewer than nodes"),
         ({"spares": 1, "nodes": 2}, "only with launcher = 'supervise'"),
+        ({"elastic": "2:4", "nodes": 4}, "elastic needs launcher = 'supervise'"),
+        ({"elastic": "2:4", "nodes": 3, "launcher": "supervise"}, "MAX at most nodes x tasks_per_node = 3"),
+        ({"elastic": "4:2", "nodes": 4, "launcher": "supervise"}, "MIN must be at most MAX"),
+        (
+            {"elastic": "1:2", "nodes": 4, "launcher": "supervise", "spares": 1},
+            "nodes beyond those that MAX ranks need are spares",
+        ),
     ],
 )
 def test_a_faulty_section_is_refused_in_plain_words(slurm: dict[str, Any], expected: str) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch import RankFailure
+from hpctrain.supervise.attempt_watch import AttemptWatch
 from hpctrain.supervise.ledger import RunProgress
 from hpctrain.supervise.nodes import NodeWatch
-from hpctrain.supervise.supervisor import AttemptWatch
 
 _START = '{"time": 1795500000.0, "step": 5, "ranks": 2}\n'
 

@@ -48,6 +48,7 @@ def attempts(*ends: tuple[AttemptEnd, int], **more: Any) -> list[Attempt]:
     ("cause", "action"),
     [
         (AttemptEnd.FINISHED, Action.END),
+        (AttemptEnd.RESIZED, Action.RESTART),
         (AttemptEnd.CANCELLED, Action.END),
         (AttemptEnd.WALL_CLOCK, Action.REQUEUE),
         (AttemptEnd.PREEMPTION, Action.REQUEUE),
