@@ -412,8 +412,9 @@ class Recipe(RecipeSection):
             self._check_pipeline()
         if self.reduction.schedule is not None:
             check_schedule(
-                self.reduction.schedule, shard=self.parallel.shard, sync=self.reduction.sync_batch_norm
-            )
+                self.reduction.schedule, shard=self.parallel.shard, sync_batch_norm=self.reduction.sync_batch_norm,
+                wire=self.reduction.wire, ema=self.optimizer.ema,
+            )  # fmt: skip
         if self.run.compile:
             self._check_compiled()
         return self
