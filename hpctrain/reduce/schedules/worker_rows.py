@@ -71,8 +71,11 @@ class WorkerRows:
         self._comm = comm
 
     def state(self, own: WorkerState, *, with_parameters: bool) -> list[StateTensor]:
-        """Returns this worker's rows; [] on ranks that do not lead a worker. Not collective."""
-        if not self._place.leads:
+        """Returns this worker's rows; [] on ranks that do not lead a worker. Not collective.
+
+        The rows of a single worker are whole tensors, which all ranks list.
+        """
+        if not self._place.leads and self._place.num_workers > 1:
             return []
         order = own.order if own.order is not None else [-1] * len(self._parameters)
         found = [(_LOSS_SCALE, _numbers_of(own.scale)), (_ORDER, torch.tensor(order, dtype=torch.int64))]
