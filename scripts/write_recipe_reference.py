@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from hpctrain.run.recipe.load import tables_of
 from hpctrain.run.recipe.schema import Recipe
 
 HEAD = """# Recipe reference
@@ -22,6 +23,8 @@ keys are refused with the nearest valid one. Any key can be overridden on the co
 `hpctrain train recipe.toml --set optimizer.lr=0.01`. Relative paths are relative to the working directory. The
 recipe as it was run, with every default filled in, is written to `recipe.toml` in the run directory.
 """
+
+HEADER = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
 
 
 def type_text(annotation: Any) -> str:
@@ -81,16 +84,32 @@ def reference() -> str:
             "",
             (kind.__doc__ or "").strip(),
             "",
-            "| key | type | default | meaning |",
-            "| --- | --- | --- | --- |",
+            *HEADER,
         ]
-        for key, field in kind.model_fields.items():
-            meaning = (field.description or "").replace("|", "\\|")
-            lines.append(
-                f"| `{key}` | {kind_text(field)}{limits_text(field)} | {default_text(field)} | {meaning} |"
-            )
+        lines += rows_of(kind)
         lines.append("")
+        for key, field in kind.model_fields.items():
+            for chosen, table in tables_of(field.annotation).items():
+                lines += [
+                    f'### `[{name}.{key}]`, `{next(iter(table.model_fields))} = "{chosen}"`',
+                    "",
+                    (table.__doc__ or "").strip(),
+                    "",
+                    *HEADER,
+                    *rows_of(table),
+                    "",
+                ]
     return "\n".join(lines)
+
+
+def rows_of(kind: type[BaseModel]) -> list[str]:
+    """One row per key."""
+    rows = []
+    for key, field in kind.model_fields.items():
+        meaning = (field.description or "").replace("|", "\\|")
+        of_type = "table" if tables_of(field.annotation) else kind_text(field) + limits_text(field)
+        rows.append(f"| `{key}` | {of_type} | {default_text(field)} | {meaning} |")
+    return rows
 
 
 if __name__ == "__main__":

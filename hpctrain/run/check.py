@@ -104,9 +104,9 @@ class RecipeSubject:
         setting: the precision and seed of the trial.
         one_rank: True for a trial on one rank.
 
-        The trial computes in float64 if `setting.double`. Gradients are sent with the wire format `fp32`. They are
-        summed by a fixed algorithm, unless the recipe names one and there are several ranks. On one rank the model is
-        not split.
+        The trial computes in float64 if `setting.double`. Gradients are sent in each step, with the wire format
+        `fp32`. They are summed by a fixed algorithm, unless the recipe names one and there are several ranks. On one
+        rank the model is not split.
         """
         recipe = self.recipe
         run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})
@@ -116,7 +116,8 @@ class RecipeSubject:
             "auto" if parallel.shard == "parameters" else "flat"
         )  # of a sharded model: FSDP2's own operation
         algorithm = exact if is_free else recipe.reduction.algorithm
-        reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
+        exact_sums = {"wire": "fp32", "algorithm": algorithm, "schedule": None}
+        reduction = recipe.reduction.model_copy(update=exact_sums)
         return recipe.model_copy(update={"run": run, "reduction": reduction, "parallel": parallel})
 
 

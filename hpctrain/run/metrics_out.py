@@ -60,9 +60,9 @@ def what_the_last_start_left(records: Path, *, step: int) -> dict[str, Any]:
     records: the file with the records of rank 0.
     step: the step from which this start continues.
 
-    In the result, `stopped` is "signal", "time_limit", "scaling" or None. `lost_steps` is the number of steps that the previous
-    start trained after `step`. `lost_s` is the estimated time of these steps in seconds, from the mean time of the
-    steps in the last MiB of the records.
+    In the result, `stopped` is "signal", "time_limit", "scaling" or None. `lost_steps` is the number of steps that the
+    previous start trained after `step`. `lost_s` is the estimated time of these steps in seconds, from the mean time of
+    the steps in the last MiB of the records.
     """
     found = list(_newest(records))
     steps = [record for record in found if record["kind"] == STEP]

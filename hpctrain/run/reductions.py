@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -15,13 +16,21 @@ from hpctrain.comm import (
     nccl_in_effect,
     why_no_nccl,
 )
-from hpctrain.distributed import ShardKind
+from hpctrain.distributed import ShardKind, pipeline_of, shard_of, split_of
 from hpctrain.launch import RankCores, cpu_share, in_effect
 from hpctrain.reduce import (
     Algorithm,
+    BucketReducer,
+    LossScale,
     Reduction,
     ReductionRequest,
+    Schedule,
+    ScheduledUpdater,
+    SplitModelUpdater,
+    gradient_bytes,
     make_reduction,
+    make_scheduled,
+    reduce_gradients_by,
 )
 from hpctrain.topology import Topology
 
@@ -55,6 +64,7 @@ class Reductions:
         self._cores = cores
         # In creation order, which is the same on all ranks.
         self._made: list[Reduction] = []
+        self._kept: list[BucketReducer] = []
 
     def make(self, plan: ReductionRequest, *, gradient_bytes: int, shard: ShardKind = "none") -> Reduction:
         """Returns a reduction for the buckets of one updater. `close` frees the memory of the reduction. Collective.
@@ -71,6 +81,52 @@ class Reductions:
         )  # fmt: skip
         self._made.append(made)
         return made
+
+    def split(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        algorithm: str,
+        wire: str,
+        loss_scale: LossScale | None,
+        clip_norm: float | None,
+    ) -> SplitModelUpdater:
+        """Returns the updater of a model that is split over the ranks; see `SplitModelUpdater`. Collective.
+
+        algorithm, wire: how the gradients of sharded parameters are summed; see `reduce_gradients_by`.
+        """
+        end_sums: Callable[[], object] | None = None
+        if shard_of(model) == "parameters" and split_of(model) is None and pipeline_of(model) is None:
+            end_sums = reduce_gradients_by(
+                algorithm, wire=wire, model=model, world=self._world, topology=self._topology, note=self._note
+            )
+        return SplitModelUpdater(
+            model, optimizer, comm=self._world, loss_scale=loss_scale, clip_norm=clip_norm, end_sums=end_sums
+        )
+
+    def scheduled(
+        self,
+        schedule: Schedule,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        request: ReductionRequest,
+        averages: Reduction | None,
+        loss_scale: LossScale | None,
+        clip_norm: float | None,
+    ) -> ScheduledUpdater:
+        """Returns the updater of a schedule. Collective.
+
+        Args:
+            request: The reduction that was asked for; its wire format is that of the gradients of synchronous steps.
+            averages: The reduction of the averages; None: one is made for `request` and the schedule's wire format.
+        """
+        make = partial(self.make, gradient_bytes=gradient_bytes(model))
+        return make_scheduled(
+            schedule, model, optimizer, world=self._world, topology=self._topology, request=request, make=make,
+            averages=averages, loss_scale=loss_scale, clip_norm=clip_norm, on_close=self._kept.append,
+        )  # fmt: skip
 
     def overlap(self, *, spare_core: bool) -> bool:
         """Returns True if reductions are faster when they run during backward. Collective.
@@ -106,6 +162,8 @@ class Reductions:
         if free:
             while self._made:
                 self._made.pop(0).reducer.close()
+            while self._kept:
+                self._kept.pop(0).close()
 
     def nccl(self, asked: str) -> Algorithm | None:
         """Returns which of Horovod's own two-level sums runs in this process; None if no such sum runs.

@@ -35,7 +35,6 @@ from hpctrain.distributed import (
     parallelize,
     pipeline_of,
     shard_of,
-    split_of,
 )
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launch import (
@@ -54,12 +53,11 @@ from hpctrain.reduce import (
     LossScale,
     Reduction,
     ReductionRequest,
-    SplitModelUpdater,
     StepWatch,
     check_for_layouts,
+    checked_schedule,
     gradient_bytes,
     layouts_of,
-    reduce_gradients_by,
     use_fused_kernels,
     watch_steps,
 )
@@ -205,6 +203,7 @@ class Session:
         reduction: Reduction | None = None,
         compare_ranks: CompareRanks = "error",
         fused: bool = False,
+        schedule: Mapping[str, Any] | None = None,
     ) -> SessionUpdater:
         """Wraps `optimizer` so that its steps use the gradients of all ranks. Collective.
 
@@ -227,10 +226,13 @@ class Session:
                 RanksDiffer, "note" prints one note, "off" does not compare.
             fused: Use PyTorch's fused kernels in groups of an SGD, Adam, AdamW or Adagrad that set neither `fused` nor
                 `foreach`. With fused kernels, parameters differ from those of the plain optimizer by rounding.
+            schedule: The table of the recipe's key `reduction.schedule`, such as `{"method": "local-sgd", "every":
+                50}`: ranks synchronise less often. None: in every step. `reduction` is then that of the averages.
 
         Returns:
             The wrapped optimizer: a `SplitModelUpdater` for sharded parameters, split layers and pipelines, and
-                on more than one rank a `ZeroUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
+                on more than one rank a `ZeroUpdater` for a model with `shard = "optimizer"` or `"gradients"`; with a
+                schedule a `ScheduledUpdater`.
 
         Raises:
             BufferMismatch: On every rank, naming the ranks that differ, if a rank has another model, or trains other
@@ -244,35 +246,31 @@ class Session:
         training = self.agreed(lambda: self.trainings.parts_for(model, optimizer), os_error=UsageError)
         layouts = layouts_of(model, num_ranks=self.world_size)
         self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
+        request = ReductionRequest(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
+        planned = self.agreed(
+            lambda: checked_schedule(schedule, model, optimizer, wire=wire), os_error=UsageError
+        )
         if is_sharded(model) or pipeline is not None:
-            end_sums: Callable[[], object] | None = None
-            if shard == "parameters" and split_of(model) is None and pipeline is None:
-                end_sums = reduce_gradients_by(
-                    algorithm,
-                    wire=wire,
-                    model=model,
-                    world=self.world,
-                    topology=self.topology,
-                    note=self.note,
-                )
-            sharded = SplitModelUpdater(
-                model,
-                optimizer,
-                comm=self.world,
-                loss_scale=loss_scale,
-                clip_norm=clip_norm,
-                end_sums=end_sums,
+            sharded = self.reductions.split(
+                model, optimizer, algorithm=algorithm, wire=wire, loss_scale=loss_scale, clip_norm=clip_norm
             )
             self.trainings.add(sharded, training)
             return self._watched(sharded, model, compare_ranks)
         broadcast_model(self.world, model)
         broadcast_tensors(self.world, list(training.outside.values()), name="parameters outside the model")
-        if reduction is None:
-            plan = ReductionRequest(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
-            reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model), shard=shard)
-        updater = reduction.updater(
-            optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
-        )
+        updater: SessionUpdater
+        if planned is not None:
+            updater = self.reductions.scheduled(
+                planned, model, optimizer, request=request, averages=reduction, loss_scale=loss_scale,
+                clip_norm=clip_norm,
+            )  # fmt: skip
+        else:
+            if reduction is None:
+                size = gradient_bytes(model)
+                reduction = self.reductions.make(request, gradient_bytes=size, shard=shard)
+            updater = reduction.updater(
+                optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
+            )
         self.trainings.add(updater, training)
         return self._watched(updater, model, compare_ranks)
 

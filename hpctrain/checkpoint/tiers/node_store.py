@@ -83,8 +83,8 @@ def run_key(shared: Path) -> str:
 class LocalStore:
     """One node's folder of a run on node storage, with checkpoint files.
 
-    A file is of kind OWN if the node's ranks wrote it, of kind PARTNER if another node sent it, of kind KEPT if one rank
-    wrote it alone. Of each kind, the store keeps the files of the newest `keep_steps` steps. `keep_steps` is at least 1.
+    A file is of kind OWN if the node's ranks wrote it, of kind PARTNER if another node sent it, of kind KEPT if one
+    rank wrote it alone. Of each kind, the store keeps the files of the newest `keep_steps` steps; at least 1.
     """
 
     base: Path  # LOCAL/<run>
