@@ -16,6 +16,7 @@ from .autotune.tune import (
     find_choice as find_choice,
 )
 from .codecs import Codec as Codec, codec_named as codec_named
+from .collective_reducers.adasum import AdasumReducer as AdasumReducer, adasum as adasum
 from .collective_reducers.power_sgd import LowRankReducer as LowRankReducer
 from .collective_reducers.top_k import TopKReducer as TopKReducer
 from .contract.bucket_plan import (
