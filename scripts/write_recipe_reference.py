@@ -23,6 +23,8 @@ keys are refused with the nearest valid one. Any key can be overridden on the co
 recipe as it was run, with every default filled in, is written to `recipe.toml` in the run directory.
 """
 
+HEADER = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+
 
 def type_text(annotation: Any) -> str:
     """`int`, `"a" or "b"`, `float, or absent`."""
@@ -81,16 +83,48 @@ def reference() -> str:
             "",
             (kind.__doc__ or "").strip(),
             "",
-            "| key | type | default | meaning |",
-            "| --- | --- | --- | --- |",
+            *HEADER,
         ]
-        for key, field in kind.model_fields.items():
-            meaning = (field.description or "").replace("|", "\\|")
-            lines.append(
-                f"| `{key}` | {kind_text(field)}{limits_text(field)} | {default_text(field)} | {meaning} |"
-            )
+        lines += rows_of(kind)
         lines.append("")
+        for key, field in kind.model_fields.items():
+            for table in tables_of(field.annotation):
+                lines += [
+                    f"### `[{name}.{key}]`, `{chosen_by(table)}`",
+                    "",
+                    (table.__doc__ or "").strip(),
+                    "",
+                    *HEADER,
+                    *rows_of(table),
+                    "",
+                ]
     return "\n".join(lines)
+
+
+def rows_of(kind: type[BaseModel]) -> list[str]:
+    """One row per key."""
+    rows = []
+    for key, field in kind.model_fields.items():
+        meaning = (field.description or "").replace("|", "\\|")
+        of_type = "table" if tables_of(field.annotation) else kind_text(field) + limits_text(field)
+        rows.append(f"| `{key}` | {of_type} | {default_text(field)} | {meaning} |")
+    return rows
+
+
+def tables_of(annotation: Any) -> list[type[BaseModel]]:
+    """The tables among which a key's value is one, such as the methods of a schedule."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return [table for argument in typing.get_args(annotation) for table in tables_of(argument)]
+    return []
+
+
+def chosen_by(table: type[BaseModel]) -> str:
+    """The key and value that choose one of several tables, as in TOML."""
+    key, field = next(iter(table.model_fields.items()))
+    [value] = typing.get_args(field.annotation)
+    return f'{key} = "{value}"'
 
 
 if __name__ == "__main__":

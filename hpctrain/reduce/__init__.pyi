@@ -70,6 +70,15 @@ from .needs import (
     scatter_needs as scatter_needs,
     sharded_sum as sharded_sum,
 )
+from .schedules.schedule import (
+    METHODS as METHODS,
+    Daso as Daso,
+    DiLoCo as DiLoCo,
+    LocalSgd as LocalSgd,
+    Schedule as Schedule,
+    parse_schedule as parse_schedule,
+    table_of as table_of,
+)
 from .split_models.fsdp_sums import reduce_gradients_by as reduce_gradients_by
 from .split_models.split_model_updater import SplitModelUpdater as SplitModelUpdater
 from .watch.rank_comparison import CompareRanks as CompareRanks

@@ -14,6 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce import AUTO, AUTO_WIRES, WIRE_FORMATS, find_wire, listed_wires, wire_names
 from hpctrain.run.compute.device_names import DEVICE_NAMES
 from hpctrain.run.recipe.parallel_schema import ParallelSection, check_enough_samples, check_parallel
+from hpctrain.run.recipe.schedule_schema import ScheduleSection, check_schedule
 from hpctrain.run.recipe.sections import (
     CheckpointSection,
     GuardsSection,
@@ -345,6 +346,11 @@ class ReductionSection(RecipeSection):
         False,
         description="Batch norm over the samples of all ranks; replaces the model's batch norm layers.",
     )
+    schedule: ScheduleSection | None = Field(
+        None,
+        description="Absent: the ranks synchronise in every step. A table `[reduction.schedule]` with one of the "
+        "methods below: they synchronise less often; see guides/schedules.md.",
+    )
 
     @field_validator("wire", mode="before")
     @classmethod
@@ -404,6 +410,10 @@ class Recipe(RecipeSection):
         )  # fmt: skip
         if self.parallel.pipeline > 1:
             self._check_pipeline()
+        if self.reduction.schedule is not None:
+            check_schedule(
+                self.reduction.schedule, shard=self.parallel.shard, sync=self.reduction.sync_batch_norm
+            )
         if self.run.compile:
             self._check_compiled()
         return self

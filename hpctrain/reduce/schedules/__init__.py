@@ -1,0 +1,1 @@
+"""Schedules of synchronisation: the ranks update parameters alone, and average them after a number of steps."""
