@@ -72,10 +72,13 @@ from .needs import (
 )
 from .schedules.schedule import (
     METHODS as METHODS,
+    Adasum as Adasum,
     Daso as Daso,
     DiLoCo as DiLoCo,
     LocalSgd as LocalSgd,
+    LocalSteps as LocalSteps,
     Schedule as Schedule,
+    Ssp as Ssp,
     parse_schedule as parse_schedule,
     table_of as table_of,
 )

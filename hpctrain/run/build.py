@@ -22,6 +22,7 @@ from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import (
     CALIBRATION_FILE,
+    Adasum,
     CalibrationFiles,
     DistributedOptimizer,
     Layout,
@@ -438,10 +439,12 @@ def reduction_plan(recipe: Recipe) -> ReductionRequest:
     the algorithm is chosen by measurement.
     """
     section = recipe.reduction
+    schedule = section.schedule.plain() if section.schedule is not None else None
     return ReductionRequest(
         algorithm=section.algorithm,
         wire=section.wire,
         bucket_bytes=max(1, int(section.bucket_mb * 1e6)) if section.bucket_mb is not None else None,
+        adasum=schedule if isinstance(schedule, Adasum) else None,
         files=CalibrationFiles(
             run=Path(recipe.run.directory) / CALIBRATION_FILE,
             shared=Path(section.calibration) if section.calibration is not None else None,
