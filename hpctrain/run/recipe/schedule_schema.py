@@ -103,8 +103,8 @@ def check_adasum(schedule: ScheduleSection, *, parallel: ParallelSection, algori
     split = [k for k in ("shard", "tensor", "pipeline") if getattr(parallel, k) != getattr(usual, k)]
     if split:
         raise ValueError(
-            f"{what} parallel.{split[0]} = {getattr(parallel, split[0])!r}: Adasum needs the whole gradient of each parameter on every rank; leave one of "
-            "them out"
+            f"{what} parallel.{split[0]} = {getattr(parallel, split[0])!r}: Adasum needs the whole gradient of each "
+            "parameter on every rank; leave one of them out"
         )
     if algorithm != "auto" or wire != "fp32":
         key = f"algorithm = {algorithm!r}" if algorithm != "auto" else f"wire = {wire!r}"
