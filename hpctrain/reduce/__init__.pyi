@@ -70,6 +70,12 @@ from .needs import (
     scatter_needs as scatter_needs,
     sharded_sum as sharded_sum,
 )
+from .parameter_server.parameter_client import (
+    ParameterRead as ParameterRead,
+    Part as Part,
+    StalenessFigures as StalenessFigures,
+)
+from .parameter_server.ssp_updater import SspUpdater as SspUpdater
 from .schedules.schedule import (
     METHODS as METHODS,
     Adasum as Adasum,

@@ -13,6 +13,7 @@ from .loop.settings import (
     LoopSettings as LoopSettings,
     Totals as Totals,
 )
+from .loop.shared_batches import SharedBatches as SharedBatches
 from .loop.stopping import EarlyEnd as EarlyEnd, EndReason as EndReason
 from .loop.training import (
     LIMITS_FILE as LIMITS_FILE,
