@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -82,10 +83,13 @@ def test_zeros_leave_the_other_tensor_unchanged() -> None:
     assert run_threads(2, rank_main) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
+torch.manual_seed(7)
+FIRST_MODEL = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+
+
 def make_model() -> torch.nn.Module:
-    torch.manual_seed(7)
-    layers = [torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)]
-    return torch.nn.Sequential(*layers).double()
+    """The same on every rank: threads share PyTorch's generator."""
+    return copy.deepcopy(FIRST_MODEL)
 
 
 def loss_of(model: torch.nn.Module, *, rank: int, step: int, micro: int) -> torch.Tensor:

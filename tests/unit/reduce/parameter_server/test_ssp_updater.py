@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +19,20 @@ STEPS = 12
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
-def make_model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+def _first_model() -> torch.nn.Module:
     torch.manual_seed(7)
     # 150 elements of the first layer, so that shares end within a parameter; one parameter without dimensions.
     model = torch.nn.Sequential(torch.nn.Linear(5, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
     model.register_parameter("factor", torch.nn.Parameter(torch.tensor(1.5)))
-    return model.to(dtype)
+    return model
+
+
+FIRST_MODEL = _first_model()
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """The same on every rank: threads share PyTorch's generator."""
+    return copy.deepcopy(FIRST_MODEL).to(dtype)
 
 
 def loss_of(model: torch.nn.Module, *, clock: int, index: int) -> torch.Tensor:
@@ -171,7 +179,6 @@ def test_fast_ranks_go_on_for_the_steps_of_the_staleness_and_no_further() -> Non
     """The slow rank holds its part until the others cannot go on."""
     staleness, num_ranks = 3, 3
     clocks = [0] * num_ranks
-    waiting = [threading.Event() for _ in range(num_ranks)]
 
     def rank_main(world: World) -> int:
         model = make_model()
@@ -195,7 +202,6 @@ def test_fast_ranks_go_on_for_the_steps_of_the_staleness_and_no_further() -> Non
         return furthest
 
     assert run_threads(num_ranks, rank_main)[0] == staleness
-    del waiting
 
 
 def test_a_part_that_is_not_finite_is_left_out() -> None:
