@@ -76,6 +76,11 @@ from .parameter_server.parameter_client import (
     StalenessFigures as StalenessFigures,
 )
 from .parameter_server.ssp_updater import SspUpdater as SspUpdater
+from .schedule_factory import (
+    checked_schedule as checked_schedule,
+    make_scheduled as make_scheduled,
+    request_of_averages as request_of_averages,
+)
 from .schedules.schedule import (
     METHODS as METHODS,
     Adasum as Adasum,
@@ -88,6 +93,7 @@ from .schedules.schedule import (
     parse_schedule as parse_schedule,
     table_of as table_of,
 )
+from .schedules.scheduled_updater import ScheduledUpdater as ScheduledUpdater
 from .split_models.fsdp_sums import reduce_gradients_by as reduce_gradients_by
 from .split_models.split_model_updater import SplitModelUpdater as SplitModelUpdater
 from .watch.rank_comparison import CompareRanks as CompareRanks

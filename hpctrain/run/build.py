@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -26,6 +26,7 @@ from hpctrain.reduce import (
     CalibrationFiles,
     DistributedOptimizer,
     Layout,
+    LocalSteps,
     ReductionRequest,
     SplitModelUpdater,
     check_for_layouts,
@@ -433,7 +434,7 @@ def checkpoint_directory(recipe: Recipe) -> Path:
 
 
 def reduction_plan(recipe: Recipe) -> ReductionRequest:
-    """Returns the reduction that the section [reduction] asks for.
+    """Returns the reduction that the section [reduction] asks for; with a schedule, the reduction of its averages.
 
     If the section fixes only the algorithm, the wire format is chosen by measurement; if it fixes only the wire format,
     the algorithm is chosen by measurement.
@@ -442,7 +443,7 @@ def reduction_plan(recipe: Recipe) -> ReductionRequest:
     schedule = section.schedule.plain() if section.schedule is not None else None
     return ReductionRequest(
         algorithm=section.algorithm,
-        wire=section.wire,
+        wire=schedule.wire if isinstance(schedule, LocalSteps) else section.wire,
         bucket_bytes=max(1, int(section.bucket_mb * 1e6)) if section.bucket_mb is not None else None,
         adasum=schedule if isinstance(schedule, Adasum) else None,
         files=CalibrationFiles(
@@ -450,6 +451,12 @@ def reduction_plan(recipe: Recipe) -> ReductionRequest:
             shared=Path(section.calibration) if section.calibration is not None else None,
         ),
     )
+
+
+def schedule_of(recipe: Recipe) -> Mapping[str, Any] | None:
+    """Returns the table of `reduction.schedule`; None if it is absent."""
+    schedule = recipe.reduction.schedule
+    return None if schedule is None else schedule.model_dump()
 
 
 def retention(section: CheckpointSection) -> Retention:

@@ -101,8 +101,8 @@ class RecipeSubject:
     def _changed(self, setting: Setting, *, one_rank: bool) -> Recipe:
         """Returns the recipe as a trial uses it.
 
-        The trial computes in float64 if `setting.double`. Gradients are sent with the wire format `fp32`. They are
-        summed by a fixed algorithm, unless the recipe names one and there are several ranks. On one rank the model is
+        The trial computes in float64 if `setting.double`. Gradients are sent with the wire format `fp32`, in each
+        step. They are summed by a fixed algorithm, unless the recipe names one and there are several ranks. On one rank the model is
         not split.
         """
         recipe = self.recipe
@@ -113,7 +113,8 @@ class RecipeSubject:
             "auto" if parallel.shard == "parameters" else "flat"
         )  # of a sharded model: FSDP2's own operation
         algorithm = exact if is_free else recipe.reduction.algorithm
-        reduction = recipe.reduction.model_copy(update={"wire": "fp32", "algorithm": algorithm})
+        exact_sums = {"wire": "fp32", "algorithm": algorithm, "schedule": None}
+        reduction = recipe.reduction.model_copy(update=exact_sums)
         return recipe.model_copy(update={"run": run, "reduction": reduction, "parallel": parallel})
 
 

@@ -35,7 +35,6 @@ from hpctrain.distributed import (
     parallelize,
     pipeline_of,
     shard_of,
-    split_of,
 )
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.launch import (
@@ -54,12 +53,11 @@ from hpctrain.reduce import (
     LossScale,
     Reduction,
     ReductionRequest,
-    SplitModelUpdater,
+    SspUpdater,
     StepWatch,
     check_for_layouts,
-    gradient_bytes,
+    checked_schedule,
     layouts_of,
-    reduce_gradients_by,
     use_fused_kernels,
     watch_steps,
 )
@@ -78,6 +76,7 @@ from hpctrain.train import (
     FiniteCheck,
     Position,
     SessionUpdater,
+    SharedBatches,
     Stateful,
     Trainings,
     agreed_batches,
@@ -205,6 +204,7 @@ class Session:
         reduction: Reduction | None = None,
         compare_ranks: CompareRanks = "error",
         fused: bool = False,
+        schedule: Mapping[str, Any] | None = None,
     ) -> SessionUpdater:
         """Wraps `optimizer` so that its steps use the gradients of all ranks. Collective.
 
@@ -227,10 +227,13 @@ class Session:
                 RanksDiffer, "note" prints one note, "off" does not compare.
             fused: Use PyTorch's fused kernels in groups of an SGD, Adam, AdamW or Adagrad that set neither `fused` nor
                 `foreach`. With fused kernels, parameters differ from those of the plain optimizer by rounding.
+            schedule: The table of the recipe's key `reduction.schedule`, such as `{"method": "local-sgd", "every":
+                50}`: ranks synchronise less often. None: in every step. `reduction` is then that of the averages.
 
         Returns:
             The wrapped optimizer: a `SplitModelUpdater` for sharded parameters, split layers and pipelines, and
-                on more than one rank a `ZeroUpdater` for a model with `shard = "optimizer"` or `"gradients"`.
+                on more than one rank a `ZeroUpdater` for a model with `shard = "optimizer"` or `"gradients"`; with a
+                schedule a `ScheduledUpdater`.
 
         Raises:
             BufferMismatch: On every rank, naming the ranks that differ, if a rank has another model, or trains other
@@ -244,37 +247,29 @@ class Session:
         training = self.agreed(lambda: self.trainings.parts_for(model, optimizer), os_error=UsageError)
         layouts = layouts_of(model, num_ranks=self.world_size)
         self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
-        if is_sharded(model) or pipeline is not None:
-            end_sums: Callable[[], object] | None = None
-            if shard == "parameters" and split_of(model) is None and pipeline is None:
-                end_sums = reduce_gradients_by(
-                    algorithm,
-                    wire=wire,
-                    model=model,
-                    world=self.world,
-                    topology=self.topology,
-                    note=self.note,
-                )
-            sharded = SplitModelUpdater(
-                model,
-                optimizer,
-                comm=self.world,
-                loss_scale=loss_scale,
-                clip_norm=clip_norm,
-                end_sums=end_sums,
-            )
-            self.trainings.add(sharded, training)
-            return self._watched(sharded, model, compare_ranks)
-        broadcast_model(self.world, model)
-        broadcast_tensors(self.world, list(training.outside.values()), name="parameters outside the model")
-        if reduction is None:
-            plan = ReductionRequest(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
-            reduction = self.reductions.make(plan, gradient_bytes=gradient_bytes(model), shard=shard)
-        updater = reduction.updater(
-            optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
+        request = ReductionRequest(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
+        planned = self.agreed(
+            lambda: checked_schedule(schedule, model, optimizer, algorithm=algorithm, wire=wire),
+            os_error=UsageError,
         )
+        updater: SessionUpdater
+        if is_sharded(model) or pipeline is not None:
+            updater = self.reductions.split(
+                model, optimizer, algorithm=algorithm, wire=wire, loss_scale=loss_scale, clip_norm=clip_norm
+            )
+        else:
+            broadcast_model(self.world, model)
+            outside = list(training.outside.values())
+            broadcast_tensors(self.world, outside, name="parameters outside the model")
+            updater = self.reductions.updater(
+                planned, model, optimizer, request=request, reduction=reduction, shard=shard, loss_scale=loss_scale,
+                clip_norm=clip_norm,
+            )  # fmt: skip
         self.trainings.add(updater, training)
-        return self._watched(updater, model, compare_ranks)
+        return watch_steps(
+            updater, model, comm=self.world, say=self.note, together=self._watches,
+            compare_ranks="off" if isinstance(updater, SspUpdater) else compare_ranks,
+        )  # fmt: skip
 
     def updater(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
@@ -282,18 +277,6 @@ class Session:
         """Deprecated name of `distributed_optimizer`."""
         warn_of_old_name("session.updater", use="session.distributed_optimizer")
         return self.distributed_optimizer(model, optimizer, **options)
-
-    def _watched(
-        self, updater: SessionUpdater, model: torch.nn.Module, compare_ranks: CompareRanks
-    ) -> SessionUpdater:
-        return watch_steps(
-            updater,
-            model,
-            comm=self.world,
-            compare_ranks=compare_ranks,
-            say=self.note,
-            together=self._watches,
-        )
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
         """Splits `model` over the ranks as `plan` says, in place, and returns it. Collective.
@@ -441,6 +424,22 @@ class Session:
             dataset, global_batch=global_batch, rank=data.index, num_ranks=data.size, seed=seed,
             pin_memory=self.device.type == "cuda", watch=self.world.inputs, **options,
         )  # fmt: skip
+
+    def shared_batches(
+        self, updater: SessionUpdater, loader: Loader, *, position: Position, steps: int
+    ) -> SharedBatches:
+        """Returns the batches of the next `steps` steps, which ranks take from one order; see `SharedBatches`.
+
+        Args:
+            updater: An updater with the schedule "ssp".
+            loader: The loader, the same on every rank. Batches are read when they are taken.
+            position: Where training is; `position` of the result is where it continues after the loop.
+            steps: The number of steps of all ranks together.
+
+        Raises:
+            UsageError: If the updater has another schedule, or the loader needs all ranks for each batch.
+        """
+        return SharedBatches(updater, loader, position=position, steps=steps, watch=self.world.inputs)
 
     def agreed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields `batches` with weights that do not count the damaged samples that any rank has skipped.

@@ -30,6 +30,7 @@ from hpctrain.run.build import (
     limit_settings,
     parallelized,
     reduction_plan,
+    schedule_of,
     total_steps,
 )
 from hpctrain.run.compiling import compile_on_each_node, prepare_to_compile
@@ -196,8 +197,9 @@ def carry_out(
         os_error=RecipeError,
     )
     parts = parallelized(parts, recipe, task=task, session=session)
-    reduction = None
+    reduction, schedule = None, schedule_of(recipe)
     if recipe.parallel.shard != "parameters" and recipe.parallel.tensor == recipe.parallel.pipeline == 1:
+        # With a schedule, the reduction of its averages.
         reduction = session.reductions.make(
             reduction_plan(recipe), gradient_bytes=gradient_bytes(parts.model), shard=recipe.parallel.shard
         )
@@ -214,12 +216,13 @@ def carry_out(
         reduction=reduction,
         loss_scale=loss_scale_for(
             recipe.run.precision,
-            wire=environment["wire"],
+            wire=environment["wire"] if schedule is None else recipe.reduction.wire,
             max_skipped_in_row=recipe.optimizer.max_skipped_in_row,
         ),
         clip_norm=recipe.optimizer.clip_norm,
         compare_ranks=compare_ranks(recipe),
         fused=recipe.optimizer.fused,
+        schedule=schedule,
     )
     seed_generators(derive_seed(recipe.run.seed, "rank", session.axes.drawing.index))
     state = session.trainings.state(updater, seed=recipe.run.seed)

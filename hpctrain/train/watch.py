@@ -42,6 +42,9 @@ from hpctrain.topology import Topology
 
 SLOW_FILE = "slow.json"
 WINDOW_ENDS = "window_ends"  # the name of rank 0's vote that a window ends with this step
+_PROBES = "probe_links"  # the name of rank 0's vote that the links are measured after this step
+# In place of the votes of a step that has none.
+NO_COMPARISON = {WINDOW_ENDS: 0.0, _PROBES: 0.0}
 # The smallest number of steps in a window, however long they take.
 LEAST_STEPS = 5
 # The largest number of findings in the summary; the records have all.
@@ -100,11 +103,11 @@ class StragglerWatch:
         The numbers are 0 on all ranks except rank 0.
         """
         if self._world.rank != 0:
-            return {WINDOW_ENDS: 0.0, "probe_links": 0.0}
+            return NO_COMPARISON
         over = time.monotonic() - self._begun_s >= self._window_s
         return {
             WINDOW_ENDS: float(over and self._times.num_steps >= LEAST_STEPS - 1),
-            "probe_links": float(self._wants_probe),
+            _PROBES: float(self._wants_probe),
         }
 
     def after_step(
@@ -120,7 +123,7 @@ class StragglerWatch:
         self._num_saves += "own_write" in seconds
         if sums[WINDOW_ENDS] > 0:
             self._compare(step)
-        if sums["probe_links"] > 0:
+        if sums[_PROBES] > 0:
             self._probe(step)
 
     # ------------------------------------------------------------------ details

@@ -58,6 +58,10 @@ class StepOutcome:
         update_s: Seconds of `step` after the reductions.
         times: Times of the backward pass and of the buckets; None if backward ran outside of the updater, or if
             buckets were incomplete when backward ended.
+        agreed: False after a local step of a schedule: the outcome is this worker's, and may differ on other workers.
+            `sums` are then the sums over the worker's ranks, times the number of workers.
+        round_ended: True if all ranks hold the same parameters now; with DASO, if a new average has arrived. Always
+            True without a schedule.
     """
 
     applied: bool  # False: gradients were not finite, or were not accepted; parameters are unchanged
@@ -70,10 +74,29 @@ class StepOutcome:
     update_s: float = 0.0  # seconds of `step` after these
     # None: backward ran outside of the updater, or left buckets incomplete
     times: BackwardTimes | None = None
+    agreed: bool = True  # False: the outcome of this worker only
+    round_ended: bool = True  # all ranks hold the same parameters
 
 
 class DistributedOptimizer(Protocol):
-    """Turns the gradients of all ranks into the same updated parameters on every rank."""
+    """Turns the gradients of all ranks into the same updated parameters on every rank.
+
+    With a schedule, ranks hold the same parameters only when a round ends: see `StepOutcome.round_ended`.
+    """
+
+    @property
+    def next_is_local(self) -> bool:
+        """True if the next step exchanges nothing between workers, so that its outcome is not `agreed`.
+
+        The same on every rank. Always False without a schedule.
+        """
+
+    @property
+    def workers_differ(self) -> bool:
+        """True if parameters or optimizer states may differ between ranks. The same on every rank.
+
+        A checkpoint then holds those of rank 0, and `state_tensors` what the other workers hold.
+        """
 
     def backward(self, loss: torch.Tensor, *, weight: float, last: bool = True) -> None:
         """Runs backward on `weight * loss`.
@@ -127,6 +150,19 @@ class DistributedOptimizer(Protocol):
         A sharded optimizer may gather parameters while training continues. PyTorch operations on the parameters wait
         by themselves. Call this before the memory is read in another way, for example through a view that was
         created earlier.
+        """
+
+    def end_round(self) -> None:
+        """Averages the parameters over the workers now, so that all ranks hold the same. Collective.
+
+        Call it between steps, for example after the last one. Does nothing if all ranks hold the same parameters.
+        """
+
+    def common_parameters(self) -> AbstractContextManager[None]:
+        """Returns a context in which the parameters are the newest average, which all ranks share. Not collective.
+
+        Use it to evaluate after a step with `round_ended`. Outside of DASO the parameters are the newest average then,
+        and the context does nothing.
         """
 
     def observe_reductions(self, observer: ReductionObserver | None) -> None:

@@ -82,6 +82,7 @@ class AllReduceUpdater(UpdaterBase):
         model: Model that computes with the parameters. The updater checks that the model's parameters are not replaced.
         choice: The measured choice from which `reducer` and `bucket_bytes` come; None if the user asked for them. The
             choice is saved in checkpoints, and the choice of a loaded checkpoint replaces it.
+        plain_weight: Weight of a plain `loss.backward()`; None: 1 / (number of ranks).
 
     Raises:
         UsageError: An argument is invalid, or the optimizer has no trainable parameters, or parameters on several
@@ -107,10 +108,11 @@ class AllReduceUpdater(UpdaterBase):
         oversubscribed: bool = False,
         model: torch.nn.Module | None = None,
         choice: MeasuredChoice | None = None,
+        plain_weight: float | None = None,
     ) -> None:
         super().__init__(
             optimizer, comm=comm, loss_scale=loss_scale or LossScale.for_wire(reducer.wire), clip_norm=clip_norm,
-            reducer=reducer, wire=reducer.wire,
+            reducer=reducer, wire=reducer.wire, plain_weight=plain_weight,
         )  # fmt: skip
         self._scale_is_given = loss_scale is not None
         self._choice = choice

@@ -400,16 +400,24 @@ def describe_gradient(parameter: torch.nn.Parameter) -> GradientSpec:
 
 
 def _place(parameter: torch.nn.Parameter, number: int, slot: Slot, buffer: torch.Tensor) -> _Place:
+    view = slot_view(parameter, slot, buffer)
+    gradient = view.data if parameter.dtype is buffer.dtype else None
+    return _Place(number, view, gradient, parameter.is_complex())
+
+
+def slot_view(parameter: torch.Tensor, slot: Slot, buffer: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a parameter's part of a bucket, with the parameter's shape.
+
+    Of a complex parameter, the view has the shape of `torch.view_as_real`. The view has the memory order of the
+    parameter, since an optimizer iterates over both at once.
+    """
     flat = buffer[slot.offset : slot.offset + slot.numel]
     if parameter.is_complex():
-        return _Place(number, flat.view(*parameter.shape, 2), None, True)
-    # Same memory order as the parameter, since an optimizer iterates over both at once.
+        return flat.view(*parameter.shape, 2)
     order = memory_order(parameter)
-    view = flat.view([parameter.shape[dim] for dim in order]).permute(
+    return flat.view([parameter.shape[dim] for dim in order]).permute(
         [order.index(dim) for dim in range(len(order))]
     )
-    gradient = view.data if parameter.dtype is buffer.dtype else None
-    return _Place(number, view, gradient, False)
 
 
 def _memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -64,6 +64,7 @@ class UpdaterBase(Watched, ABC):
     reducer: object that keeps tensors for a checkpoint, such as residuals of error feedback; None if nothing is kept.
     wire: wire format of the gradients, since `divide_by` cannot be used with some wire formats; None if all values are
     sent unchanged.
+    plain_weight: weight of a plain `loss.backward()`; None: 1 / (number of ranks of `comm`).
     """
 
     # Whether `synchronize` puts the sums of all gradients into `.grad`, as a GradScaler needs.
@@ -78,8 +79,10 @@ class UpdaterBase(Watched, ABC):
         clip_norm: float | None,
         reducer: KeepsState | None = None,
         wire: str | None = None,
+        plain_weight: float | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._plain_weight = plain_weight
         self._comm = comm
         self._scale = loss_scale
         self._clip_norm = clip_norm
@@ -231,8 +234,7 @@ class UpdaterBase(Watched, ABC):
         tensors: saved tensors, with the shapes and dtypes that `state_tensors` had in the saved run. Tensors of another
         kind of updater or wire format are ignored.
         """
-        if self._has_begun:
-            raise UsageError("load_state was called between backward and step(): call it between steps")
+        self.check_between_steps()
         self.prepare_to_load(state)
         self.wait_for_parameters()
         saved = state["loss_scale"]
@@ -245,6 +247,11 @@ class UpdaterBase(Watched, ABC):
             if self._scale.value != saved["value"]:
                 # Residuals are in the unit of the buckets: gradients times the loss scale at the time of saving.
                 keeper.end_step(applied=False, rescale=self._scale.value / saved["value"])
+
+    def check_between_steps(self) -> None:
+        """Raises UsageError between `backward` and `step`, when no state can be loaded."""
+        if self._has_begun:
+            raise UsageError("load_state was called between backward and step(): call it between steps")
 
     def close(self) -> bool:
         """See `DistributedOptimizer.close`. A second call does nothing."""
@@ -298,6 +305,8 @@ class UpdaterBase(Watched, ABC):
 
         The factor is applied before the sum, since the sum of many ranks' gradients near 1024 overflows float16.
         """
+        if self._plain_weight is not None:
+            return self._scale.value * self._plain_weight
         return self._scale.value / self._comm.num_ranks
 
     def _begin_step(self) -> None:

@@ -99,6 +99,17 @@ def one_rank_nodes(num_ranks: int) -> Topology:
     return Topology(tuple((rank,) for rank in range(num_ranks)), tuple(map(str, range(num_ranks))))
 
 
+def only_node_of(rank: int, topology: Topology) -> Topology:
+    """Returns a topology that has only the node of `rank`, for sums within this node. Ranks keep their numbers."""
+    node = topology.node_of(rank)
+    return Topology(
+        (topology.ranks_by_node[node],),
+        (topology.node_names[node],),
+        topology.emulated,
+        (0,) * topology.num_ranks,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class GradientPiece:
     """A run of contiguous elements of one gradient.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
 
-from hpctrain.comm import Collective
+from hpctrain.comm import Collective, all_reduce_values
 from hpctrain.distributed import is_sharded_tensor, local_part
 from hpctrain.errors import DivergedError, RanksDiffer
 from hpctrain.reduce.contract.updater import Accepts, StepOutcome
@@ -49,6 +50,7 @@ class StepWatch:
         self._together = together
         together.add(self)
         self._say = say
+        self._comm = comm
         self._buffers = ForwardBuffers(model)
         self._said = False
         self._ranks: RankComparison | None = None
@@ -57,16 +59,18 @@ class StepWatch:
                 model, groups, buffers=self._buffers, comm=comm, how=compare_ranks, say=say
             )
 
-    def step(self, step: Callable[..., StepOutcome], options: dict[str, Any]) -> StepOutcome:
+    def step(
+        self, step: Callable[..., StepOutcome], options: dict[str, Any], *, compares: bool = True
+    ) -> StepOutcome:
         """Calls `step(**options)`, a step of the updater, and returns the outcome.
 
-        Collective if the step is collective.
+        Collective if the step is collective. compares: False: the ranks are not compared.
 
         Raises the errors of the step. If the ranks have drifted apart, does not apply the step, and raises RanksDiffer
         on every rank.
         """
         try:
-            outcome = self._compared(step, options)
+            outcome = self._compared(step, options) if compares else step(**options)
         except DivergedError as error:
             self._end_step(applied=False)
             raise _with_what_is_not_finite(error, self._model) from error
@@ -75,6 +79,17 @@ class StepWatch:
             raise
         self._end_step(applied=outcome.applied)
         return outcome
+
+    def compare(self) -> None:
+        """Compares the ranks outside of a step, if a comparison is due. Collective.
+
+        Raises RanksDiffer on every rank if the ranks have drifted apart.
+        """
+        numbers = self._ranks.numbers() if self._ranks is not None else {}
+        if self._ranks is not None and numbers:
+            error = self._ranks.error(all_reduce_values(self._comm, numbers))
+            if error is not None:
+                raise error
 
     def drop(self) -> None:
         """Restores buffers. Call it for a step that may be skipped without a call of `step`, as by a GradScaler."""
@@ -129,6 +144,25 @@ class Watched:
     def optimizer(self) -> torch.optim.Optimizer:
         """The wrapped optimizer."""
         raise NotImplementedError
+
+    # Without a schedule every step is a round of its own.
+
+    @property
+    def next_is_local(self) -> bool:
+        """See `DistributedOptimizer.next_is_local`."""
+        return False
+
+    @property
+    def workers_differ(self) -> bool:
+        """See `DistributedOptimizer.workers_differ`."""
+        return False
+
+    def end_round(self) -> None:
+        """See `DistributedOptimizer.end_round`."""
+
+    def common_parameters(self) -> AbstractContextManager[None]:
+        """See `DistributedOptimizer.common_parameters`."""
+        return nullcontext()
 
 
 W = TypeVar("W", bound=Watched)

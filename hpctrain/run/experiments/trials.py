@@ -55,7 +55,7 @@ def together(session: Any) -> Any:
 
 
 def sum_exactly(session: Any) -> None:
-    """Makes the session's updaters sum gradients in their own dtype, by a fixed algorithm.
+    """Makes the session's updaters sum gradients in each step, in their own dtype, by a fixed algorithm.
 
     The updaters do not compare the ranks, since trials continue after a difference, and the check finds where the
     difference starts.
@@ -65,7 +65,8 @@ def sum_exactly(session: Any) -> None:
 
 def _exact_updater(make: Any, model: torch.nn.Module, *args: Any, **options: Any) -> Any:
     algorithm = "auto" if is_sharded(model) else "flat"  # of a sharded model: FSDP2's own operation
-    return make(model, *args, **{**options, "wire": "fp32", "algorithm": algorithm, "compare_ranks": "off"})
+    exact = {"wire": "fp32", "algorithm": algorithm, "compare_ranks": "off", "schedule": None}
+    return make(model, *args, **{**options, **exact})
 
 
 def sum_during_backward(session: Any) -> None:

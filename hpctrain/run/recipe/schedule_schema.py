@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from hpctrain.errors import UsageError
-from hpctrain.reduce import Schedule, parse_schedule
+from hpctrain.reduce import AUTO, Schedule, needs_feedback, parse_schedule
 from hpctrain.run.recipe.parallel_schema import ParallelSection
 from hpctrain.run.recipe.sections import RecipeSection
 
@@ -114,22 +114,36 @@ def check_adasum(schedule: ScheduleSection, *, parallel: ParallelSection, algori
         )
 
 
-def check_schedule(schedule: ScheduleSection, *, shard: str, sync: bool) -> None:
+def check_schedule(
+    schedule: ScheduleSection, *, shard: str, sync_batch_norm: bool, wire: str, ema: float | None
+) -> None:
     """Raises ValueError if settings of other sections cannot be combined with the schedule.
 
     Args:
         shard: The value of `parallel.shard`.
-        sync: The value of `reduction.sync_batch_norm`.
+        sync_batch_norm: The value of `reduction.sync_batch_norm`.
+        wire: The value of `reduction.wire`.
+        ema: The value of `optimizer.ema`.
     """
     if isinstance(schedule, AdasumSection):
         return  # see `check_adasum`
+    asked = f"reduction.schedule = {schedule.method!r} cannot be combined with"
     if shard != "none":
         raise ValueError(
-            f"reduction.schedule = {schedule.method!r} cannot be combined with parallel.shard = {shard!r}: each rank "
-            "steps alone, and needs the whole model and optimizer; leave one of them out"
+            f"{asked} parallel.shard = {shard!r}: each worker steps alone, and needs the whole model and optimizer; "
+            "leave one of them out"
         )
-    if sync:
+    if sync_batch_norm:
         raise ValueError(
-            f"reduction.schedule = {schedule.method!r} cannot be combined with reduction.sync_batch_norm, which waits "
-            "for all ranks in each forward: leave one of them out"
+            f"{asked} reduction.sync_batch_norm, which waits for all ranks in each forward; leave one of them out"
+        )
+    if ema is not None:
+        raise ValueError(
+            f"{asked} optimizer.ema, which averages the parameters of each step: they differ between workers; leave "
+            "one of them out"
+        )
+    if wire == AUTO or needs_feedback(wire):
+        raise ValueError(
+            f"{asked} reduction.wire = {wire!r}, which is the format of the gradients of synchronous steps: use fp32, "
+            "fp16 or bf16 there. The format of the averages is reduction.schedule.wire"
         )

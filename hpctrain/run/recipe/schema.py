@@ -412,8 +412,9 @@ class Recipe(RecipeSection):
             self._check_pipeline()
         if self.reduction.schedule is not None:
             check_schedule(
-                self.reduction.schedule, shard=self.parallel.shard, sync=self.reduction.sync_batch_norm
-            )
+                self.reduction.schedule, shard=self.parallel.shard, sync_batch_norm=self.reduction.sync_batch_norm,
+                wire=self.reduction.wire, ema=self.optimizer.ema,
+            )  # fmt: skip
             check_adasum(
                 self.reduction.schedule, parallel=self.parallel, algorithm=self.reduction.algorithm,
                 wire=self.reduction.wire,

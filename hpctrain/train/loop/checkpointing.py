@@ -115,13 +115,16 @@ class Checkpointing:
             votes["saved"] = float(self._saver.ready())
         return votes
 
-    def after_step(self, step: int, sums: Mapping[str, float]) -> bool:
+    def after_step(self, step: int, sums: Mapping[str, float], *, agreed: bool = True) -> bool:
         """Advances the save in flight. Returns True if a checkpoint is due after `step`. Collective.
 
         Raises the error of a background save on every rank.
 
         sums: the votes, summed over the ranks.
+        agreed: False after a local step of a schedule, which has no votes.
         """
+        if not agreed:
+            return self._policy.due_by_step(step)
         if sums.get("saved", 0.0) == self._comm.num_ranks:
             with self._saving():
                 self._saver.advance()

@@ -178,6 +178,7 @@ class MemoryGuard:
         self._say = say
         self._records = records
         self._shortage: str | None = None  # the allocation that failed on this rank in this step
+        self._missed: str | None = None  # the same in a local step, which the other ranks do not know yet
         self._has_updated = False
         self.num_shortages = 0
         self.num_parts = micro_batches
@@ -247,9 +248,16 @@ class MemoryGuard:
             give_back_once()
         return found
 
-    def votes(self) -> dict[str, float]:
-        """Returns the number that this rank adds to the sums of a step, by name. Not collective."""
-        return {_VOTE: float(self._shortage is not None)}
+    def votes(self, *, local: bool = False) -> dict[str, float]:
+        """Returns the number that this rank adds to the sums of a step, by name. Not collective.
+
+        local: True for a local step of a schedule, whose sums are those of this worker. If this rank has run out of
+        memory, all ranks learn it in the next step with a vote.
+        """
+        if local:
+            self._missed = self._missed or self._shortage
+            return {_VOTE: float(self._shortage is not None)}
+        return {_VOTE: float((self._shortage or self._missed) is not None)}
 
     def ran_out(self, sums: Mapping[str, float]) -> bool:
         """Returns True if any rank ran out of memory in this step; the same on every rank."""
@@ -261,6 +269,7 @@ class MemoryGuard:
         Raises OutOfMemory on every rank if the micro-batches have only one sample each.
         """
         who, asked = self._who()
+        self._missed = None
         if self.largest == 1:
             raise OutOfMemory(
                 f"step {step}: {who} ran out of memory{asked} in a micro-batch of one sample, which cannot be divided: "
@@ -295,7 +304,8 @@ class MemoryGuard:
 
         The allocation is that of the first of these ranks. Collective.
         """
-        mine = None if self._shortage is None else [socket.gethostname(), self._shortage]
+        found = self._missed if self._shortage is None else self._shortage
+        mine = None if found is None else [socket.gethostname(), found]
         values, value_of_rank = all_gather_distinct(self._comm, mine)
         short = [rank for rank, number in enumerate(value_of_rank) if values[number] is not None]
         hosts = sorted({values[value_of_rank[rank]][0] for rank in short})
@@ -373,6 +383,13 @@ class Guards:
             loss = with_mean_loss(sums)["loss"]
             self._why_not = self.divergence.why_not(loss=loss, grad_norm=grad_norm)
         return self._why_not is None
+
+    def accepts_alone(self, grad_norm: float, sums: Mapping[str, float]) -> bool:
+        """Returns False if this worker must drop a local step of a schedule: a rank of it ran out of memory.
+
+        The loss is looked at in steps with a vote only, in which all ranks decide alike.
+        """
+        return not self.memory.ran_out(sums)
 
     def after_update(self, step: int, outcome: StepOutcome) -> None:
         """Records the outcome of `step`.

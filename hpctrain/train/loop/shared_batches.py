@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Protocol, final
 
 from hpctrain.data import Batch, Loader, SharedOrder
+from hpctrain.errors import UsageError
 from hpctrain.reduce import SspUpdater
 from hpctrain.train.state.training_state import Position
+from hpctrain.train.state.trainings import SessionUpdater
 
 
 class WaitWatch(Protocol):
@@ -35,7 +37,7 @@ class SharedBatches:
 
     def __init__(
         self,
-        updater: SspUpdater,
+        updater: SessionUpdater,
         loader: Loader,
         *,
         position: Position,
@@ -43,6 +45,12 @@ class SharedBatches:
         watch: WaitWatch | None = None,
     ) -> None:
         """Prepares the batches; not collective. See `Session.shared_batches`."""
+        if not isinstance(updater, SspUpdater):
+            raise UsageError(
+                "shared_batches needs an updater of session.distributed_optimizer(..., schedule={'method': 'ssp', "
+                f"'staleness': 3}}), not {type(updater).__name__}, whose steps all ranks make together: iterate over "
+                "the loader"
+            )
         self._updater = updater
         self._order = SharedOrder(
             loader, epoch=position.epoch, start=position.start, num_parts=updater.num_workers

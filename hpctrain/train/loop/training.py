@@ -25,11 +25,19 @@ from hpctrain.train.loop.guards import Guards
 from hpctrain.train.loop.recorder import RunRecorder
 from hpctrain.train.loop.settings import LoopSettings, Totals
 from hpctrain.train.loop.stopping import EarlyEnd
+from hpctrain.train.loop.waiting import WaitingForRound
 from hpctrain.train.state.training_state import FiniteCheck, Resumed, TrainingState
 from hpctrain.train.task.loss_weights import LOSS_WEIGHT, with_mean_loss
 from hpctrain.train.task.schedule import LR_SCALE, Schedule, set_lr
 from hpctrain.train.task.task_runner import Runner
-from hpctrain.train.watch import WINDOW_ENDS, DataFaults, EfficiencyWatch, StepTracer, StragglerWatch
+from hpctrain.train.watch import (
+    NO_COMPARISON,
+    WINDOW_ENDS,
+    DataFaults,
+    EfficiencyWatch,
+    StepTracer,
+    StragglerWatch,
+)
 
 # How long the sections of a run's steps take: agreed through the sums of the steps, for the time limits of
 # waits.
@@ -197,6 +205,7 @@ class Training:
         self._trace = trace
         self._times = times
         self._is_usual = False  # whether the next step is not a first one
+        self._waiting = WaitingForRound()
         self._identity = identity
         self._data_faults = DataFaults(comm=comm, say=recorder.say)
         self._finite = FiniteCheck(comm=comm, say=recorder.say)
@@ -224,6 +233,8 @@ class Training:
         with in_section(self._comm, Section.STEP):
             self._efficiency.ends(self._position.step)
             self._trace.ends()
+        with in_section(self._comm, None):
+            self._state.updater.end_round()
         self._save()  # before the evaluation, which runs user code that may fail
         self._checkpoints.finish()
         self._evaluate()
@@ -298,20 +309,22 @@ class Training:
         lr = self._schedule.lr(self._position.step) * self._guards.divergence.lr_factor
         for group in self._state.optimizer.param_groups:
             set_lr(group, lr * group.get(LR_SCALE, 1.0))
-        every = self._settings.evaluate_every_steps
-        evaluates = every is not None and next_step % every == 0 and next_step < self._settings.total_steps
+        evaluates = self._waiting.evaluates_after(next_step, self._settings)
         num_saves = self._checkpoints.num_saves_until_stop(next_step)
         try:
             outcome = self._update(batch, votes=partial(self._votes, num_saves, evaluates=evaluates))
         except DivergedError as error:
             self._roll_back(batch, error)
             return False
-        self._times.agreed(outcome.sums, step=next_step)
+        if outcome.agreed:
+            self._times.agreed(outcome.sums, step=next_step)
         self._guards.balance.add(batch)
         self._position = self._position.after(batch)
         step = self._position.step
-        stopping = self._stopping.agreed(outcome.sums)
-        save = self._checkpoints.after_step(step, outcome.sums) and self._guards.may_save
+        stopping = outcome.agreed and self._stopping.agreed(outcome.sums)
+        save = self._checkpoints.after_step(step, outcome.sums, agreed=outcome.agreed)
+        save = self._waiting.saves_now(save, outcome) and self._guards.may_save
+        evaluates = self._waiting.evaluates_now(evaluates, outcome)
         if evaluates and not stopping:
             started = time.perf_counter()
             with recorder.clock.span("evaluation"):  # before the save, which contains the metrics
@@ -324,7 +337,8 @@ class Training:
         self._times.step_ended(seconds, is_usual=self._is_usual)
         self._is_usual = not evaluates
         if self._stragglers is not None and not stopping:
-            self._stragglers.after_step(step, seconds, samples=batch.num_samples, sums=outcome.sums)
+            sums = outcome.sums if outcome.agreed else NO_COMPARISON
+            self._stragglers.after_step(step, seconds, samples=batch.num_samples, sums=sums)
         self._efficiency.after_step(
             step, seconds, samples=batch.global_samples, window_ends=outcome.sums.get(WINDOW_ENDS, 0.0) > 0
         )
@@ -362,15 +376,17 @@ class Training:
                 recorder.clock.recount(begin, end, of="compute", to="bubble")
             weight = self._runner.weights.total
             of_loss = {} if weight is None else {LOSS_WEIGHT: 0.0 if memory.is_short else weight}
-            sums = {"loss": loss, **of_loss, **votes()}
+            local = updater.next_is_local
+            sums = {"loss": loss, **of_loss, **(memory.votes(local=True) if local else votes())}
             divide_by = LOSS_WEIGHT if of_loss else None
+            accepts = self._guards.accepts_alone if local else self._guards.accepts
             started = time.perf_counter()
-            outcome = memory.update(
-                partial(updater.step, sums=sums, accepts=self._guards.accepts, divide_by=divide_by)
-            )
+            outcome = memory.update(partial(updater.step, sums=sums, accepts=accepts, divide_by=divide_by))
             if of_loss:
                 outcome = replace(outcome, sums=with_mean_loss(outcome.sums))
             recorder.reduced(outcome, seconds=time.perf_counter() - started)
+            if not outcome.agreed:
+                return outcome
             if not memory.ran_out(outcome.sums):
                 if not outcome.applied:
                     self._data_faults.after_dropped(step, batch)
@@ -443,7 +459,8 @@ class Training:
         with_same = self._comm if pipeline is None else pipeline.replicas
         broadcast_tensors(with_same, buffers, root=0, name="the model's buffers")
         most = self._settings.evaluation_samples
-        self._quality = evaluate(self._runner, held_out, comm=self._comm, max_samples=most)
+        with self._state.updater.common_parameters():
+            self._quality = evaluate(self._runner, held_out, comm=self._comm, max_samples=most)
         if self._state.ema is not None:
             with self._state.ema.applied():
                 averaged = evaluate(self._runner, held_out, comm=self._comm, max_samples=most)

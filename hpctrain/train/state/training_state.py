@@ -147,6 +147,8 @@ class TrainingState:
                     name=f"{_GENERATORS}{name}", tensor=row[None], global_shape=shape, offset=(comm.rank, 0)
                 )
             )
+        if self.updater.workers_differ:
+            items = [_of_rank_0(item) for item in items]
         items.extend(_saved(tensor) for tensor in self.updater.state_tensors())
         items = [saved for item in items if (saved := saved_by_stage(self.model, item)) is not None]
         items = [saved for item in items if (saved := _value_of_rank_0(item, rank=comm.rank)) is not None]
@@ -380,6 +382,11 @@ def _saved(held: StateTensor) -> Replicated | TensorShard:
     if tuple(held.tensor.shape) == held.global_shape:
         return Replicated(name=name, tensor=held.tensor)
     return TensorShard(name=name, tensor=held.tensor, global_shape=held.global_shape, offset=held.offset)
+
+
+def _of_rank_0(item: Item) -> Item:
+    """Returns the item that saves rank 0's value, in place of one whose values must be the same on every rank."""
+    return FromRank0(name=item.name, tensor=item.tensor) if isinstance(item, Replicated) else item
 
 
 def _under(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:

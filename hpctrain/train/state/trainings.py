@@ -15,7 +15,14 @@ from hpctrain.comm import Collective, agreed
 from hpctrain.data import ORDER_NAME, Loader, Sequential
 from hpctrain.distributed import is_sharded, pipeline_of
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.reduce import AllReduceUpdater, SparseUpdater, SplitModelUpdater, ZeroUpdater
+from hpctrain.reduce import (
+    AllReduceUpdater,
+    ScheduledUpdater,
+    SparseUpdater,
+    SplitModelUpdater,
+    SspUpdater,
+    ZeroUpdater,
+)
 from hpctrain.topology import Axis
 from hpctrain.train.state.also import Stateful, check_also, check_same_on_ranks
 from hpctrain.train.state.optimizer_state import Options, options_of, parameters_outside
@@ -46,7 +53,9 @@ def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
 # The trainings of a session.
 
 
-SessionUpdater: TypeAlias = AllReduceUpdater | ZeroUpdater | SplitModelUpdater | SparseUpdater
+SessionUpdater: TypeAlias = (
+    AllReduceUpdater | ZeroUpdater | SplitModelUpdater | SparseUpdater | ScheduledUpdater | SspUpdater
+)
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
