@@ -71,8 +71,8 @@ from .needs import (
     sharded_sum as sharded_sum,
 )
 from .parameter_server.parameter_client import (
+    OrderPart as OrderPart,
     ParameterRead as ParameterRead,
-    Part as Part,
     StalenessFigures as StalenessFigures,
 )
 from .parameter_server.ssp_updater import SspUpdater as SspUpdater

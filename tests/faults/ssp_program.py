@@ -86,7 +86,9 @@ def main(*, folder: str, staleness: Any, servers: Any, rank: int = -1, how: str 
             with (where / f"used-{session.rank}").open("a") as file:  # of steps that a checkpoint holds
                 file.write("".join(f"{number}\n" for number in used))
         if session.rank == 0:
-            (where / "finished").write_text(json.dumps([p.detach().flatten().tolist() for p in model.parameters()]))
+            (where / "finished").write_text(
+                json.dumps([p.detach().flatten().tolist() for p in model.parameters()])
+            )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from hpctrain.reduce.zero.bucket_division import ParameterSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class OrderPart:
     """One part of a global batch, which this rank has taken from the common order.
 
     Attributes:
@@ -124,12 +124,12 @@ class ParameterClient:
         """Forgets which versions the model has, after the versions have begun anew."""
         self._versions = [-1] * len(self._servers)
 
-    def take(self) -> Part:
+    def take(self) -> OrderPart:
         """Takes the next part of the common order."""
         number = self._memory.fetch_add(self._servers[0], offset=COUNTER, value=1)
         clock, index = divmod(number, self._num_workers)
         self._memory.progressed(place=clock)
-        return Part(clock=clock, index=index)
+        return OrderPart(clock=clock, index=index)
 
     def read(self, *, at_least: int, clock: int) -> ParameterRead:
         """Reads the newest version of each share into the model, once all are `at_least` or newer.
@@ -163,7 +163,7 @@ class ParameterClient:
         return ParameterRead(clock=clock, versions=tuple(self._versions))
 
     def leave(
-        self, part: Part, gradients: Sequence[torch.Tensor | None], *, finite: bool, factor: float
+        self, part: OrderPart, gradients: Sequence[torch.Tensor | None], *, finite: bool, factor: float
     ) -> None:
         """Writes gradients into this rank's slot on each server.
 

@@ -38,9 +38,9 @@ from hpctrain.reduce.data_parallel.parameter_checks import (
     trainable,
 )
 from hpctrain.reduce.parameter_server.parameter_client import (
+    OrderPart,
     ParameterClient,
     ParameterRead,
-    Part,
     StalenessFigures,
 )
 from hpctrain.reduce.parameter_server.server_memory import (
@@ -105,7 +105,7 @@ class SspUpdater(Watched):
         self._parameters = trainable(optimizer)
         everyone = tuple(range(world.num_ranks))
         self._servers = everyone if schedule.servers == "all" else tuple(map(int, schedule.servers))
-        workers = everyone if schedule.servers == "all" else tuple(set(everyone) - set(self._servers))
+        workers = everyone if schedule.servers == "all" else tuple(sorted(set(everyone) - set(self._servers)))
         agreed(
             world,
             lambda: _check(
@@ -151,7 +151,7 @@ class SspUpdater(Watched):
             memory, servers=self._servers, layouts=layouts, spans=spans, parameters=self._parameters,
             worker=self._worker, check=self._raise_error_of_server, longest_wait_s=longest_wait_s,
         )  # fmt: skip
-        self._part: Part | None = None
+        self._part: OrderPart | None = None
         self._last_read: ParameterRead | None = None
         self._is_running = False
         self._weighted = False
@@ -197,7 +197,7 @@ class SspUpdater(Watched):
         if self._server is not None:
             self._server.before_update = function
 
-    def take(self, *, until: int) -> Part | None:
+    def take(self, *, until: int) -> OrderPart | None:
         """Takes the next part of the common order, and reads the parameters for it. Not collective.
 
         Waits until the parameters contain all updates that the staleness requires. Each part goes to exactly one rank.

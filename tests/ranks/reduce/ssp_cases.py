@@ -208,4 +208,3 @@ def refusals(world: World) -> list[str]:
         except UsageError as error:
             texts.append(str(error))
         return texts
-
