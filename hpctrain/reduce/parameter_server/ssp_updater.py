@@ -73,6 +73,11 @@ class SspUpdater(Watched):
 
     The constructor is collective.
 
+    Attributes:
+        comm: All ranks.
+        schedule: Staleness and servers.
+        num_workers: Number of ranks that train.
+
     Args:
         optimizer: Optimizer that updates each element independently of other elements. Until `close` it holds this
             rank's share of the parameters.
@@ -100,7 +105,7 @@ class SspUpdater(Watched):
         oversubscribed: bool = False,
     ) -> None:
         self._optimizer = optimizer
-        self._comm: Collective = world
+        self.comm: Collective = world
         self.schedule = schedule
         self._parameters = trainable(optimizer)
         everyone = tuple(range(world.num_ranks))
@@ -239,10 +244,10 @@ class SspUpdater(Watched):
         """
         check_open(closed=self._closed)
         self._client.read(at_least=clock, clock=clock)
-        self._comm.barrier()
-        if self._comm.rank == self._servers[0]:
+        self.comm.barrier()
+        if self.comm.rank == self._servers[0]:
             self._set_counter(clock)
-        self._comm.barrier()
+        self.comm.barrier()
         self._clock, self._is_running = clock, False
 
     # ------------------------------------------------------------------ `DistributedOptimizer`
@@ -365,7 +370,7 @@ class SspUpdater(Watched):
             raise UsageError(
                 "a checkpoint was loaded within the loop over session.shared_batches: load it before"
             )
-        self._comm.barrier()  # no rank still reads
+        self.comm.barrier()  # no rank still reads
         self._begin(int(state.get("clock", 0)))
 
     def close(self) -> bool:
@@ -382,7 +387,7 @@ class SspUpdater(Watched):
 
     def free(self) -> None:
         """Frees the memory of the servers. Collective; call it after `close`."""
-        self._comm.barrier()  # no rank still reads
+        self.comm.barrier()  # no rank still reads
         self._memory.close()
 
     # ------------------------------------------------------------------ implementation
@@ -393,9 +398,9 @@ class SspUpdater(Watched):
         self._client.forget()
         if self._server is not None:
             self._server.begin(clock)
-        if self._comm.rank == self._servers[0]:
+        if self.comm.rank == self._servers[0]:
             self._set_counter(clock)
-        self._comm.barrier()
+        self.comm.barrier()
 
     def _leave(self, gradients: Sequence[torch.Tensor | None], *, finite: bool) -> None:
         assert self._part is not None

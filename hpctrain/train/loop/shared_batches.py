@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Protocol, final
 
+from hpctrain.comm import check_same
 from hpctrain.data import Batch, Loader, SharedOrder
 from hpctrain.errors import UsageError
 from hpctrain.reduce import SspUpdater
@@ -51,18 +52,33 @@ class SharedBatches:
                 f"'staleness': 3}}), not {type(updater).__name__}, whose steps all ranks make together: iterate over "
                 "the loader"
             )
+        if steps < 0:
+            raise UsageError(f"shared_batches(steps={steps}): give a number of steps of 0 or more")
         self._updater = updater
         self._order = SharedOrder(
             loader, epoch=position.epoch, start=position.start, num_parts=updater.num_workers
         )
         self._steps = steps
         self._watch = watch
+        self._begun = False
         self.position = position
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yields this rank's batches. Collective at its end."""
+        """Yields this rank's batches. Collective at its begin and its end.
+
+        Raises UsageError on a second iteration, and on every rank if ranks have different positions or steps.
+        """
+        if self._begun:
+            raise UsageError(
+                "shared_batches can be iterated over once: call session.shared_batches for the next steps"
+            )
+        self._begun = True
         updater, first = self._updater, self._updater.clock
         until = first + self._steps
+        check_same(
+            updater.comm, name="what session.shared_batches was called with",
+            value={"position": asdict(self.position), "steps": self._steps, "clock": first}, error=UsageError,
+        )  # fmt: skip
         while (part := updater.take(until=until)) is not None:
             with self._reading(part.clock - first):
                 batch = self._order.read(part.clock - first, part=part.index)

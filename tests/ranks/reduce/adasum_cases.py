@@ -1,4 +1,4 @@
-"""What ranks do in test_adasum: trainings of a session with the schedule adasum, against the rule written down again."""
+"""What ranks do in test_adasum: trainings of a session with the schedule adasum, against the definition."""
 
 from __future__ import annotations
 
