@@ -147,6 +147,7 @@ class SspUpdater(Watched):
         )  # fmt: skip
         spans = [division.owned_by(number) for number in range(len(self._servers))]
         self._server: ShardServer | None = None
+        self._before_update: BeforeUpdate | None = None
         if place is not None:
             self._server = ShardServer(
                 memory, layout=layouts[place], owned=self._owned, parameters=self._parameters,
