@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from hpctrain.run.recipe.load import tables_of
 from hpctrain.run.recipe.schema import Recipe
 
 HEAD = """# Recipe reference
@@ -88,9 +89,9 @@ def reference() -> str:
         lines += rows_of(kind)
         lines.append("")
         for key, field in kind.model_fields.items():
-            for table in tables_of(field.annotation):
+            for chosen, table in tables_of(field.annotation).items():
                 lines += [
-                    f"### `[{name}.{key}]`, `{chosen_by(table)}`",
+                    f'### `[{name}.{key}]`, `{next(iter(table.model_fields))} = "{chosen}"`',
                     "",
                     (table.__doc__ or "").strip(),
                     "",
@@ -109,22 +110,6 @@ def rows_of(kind: type[BaseModel]) -> list[str]:
         of_type = "table" if tables_of(field.annotation) else kind_text(field) + limits_text(field)
         rows.append(f"| `{key}` | {of_type} | {default_text(field)} | {meaning} |")
     return rows
-
-
-def tables_of(annotation: Any) -> list[type[BaseModel]]:
-    """The tables among which a key's value is one, such as the methods of a schedule."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
-        return [table for argument in typing.get_args(annotation) for table in tables_of(argument)]
-    return []
-
-
-def chosen_by(table: type[BaseModel]) -> str:
-    """The key and value that choose one of several tables, as in TOML."""
-    key, field = next(iter(table.model_fields.items()))
-    [value] = typing.get_args(field.annotation)
-    return f'{key} = "{value}"'
 
 
 if __name__ == "__main__":

@@ -101,9 +101,9 @@ class RecipeSubject:
     def _changed(self, setting: Setting, *, one_rank: bool) -> Recipe:
         """Returns the recipe as a trial uses it.
 
-        The trial computes in float64 if `setting.double`. Gradients are sent with the wire format `fp32`, in each
-        step. They are summed by a fixed algorithm, unless the recipe names one and there are several ranks. On one rank the model is
-        not split.
+        The trial computes in float64 if `setting.double`. Gradients are sent in each step, with the wire format
+        `fp32`. They are summed by a fixed algorithm, unless the recipe names one and there are several ranks. On one
+        rank the model is not split.
         """
         recipe = self.recipe
         run = recipe.run.model_copy(update={"precision": "fp64"} if setting.double else {})

@@ -132,6 +132,11 @@ class AllReduceUpdater(UpdaterBase):
         """The buckets of one step, in the order in which they are reduced."""
         return self._planned.buckets
 
+    @property
+    def order(self) -> list[int] | None:
+        """The indices of the parameters in the order in which gradients become ready; None until it is known."""
+        return self._planned.order
+
     def synchronize(self) -> None:
         """Completes the sums after backward, so that each `.grad` is the mean over the ranks. Collective.
 

@@ -102,7 +102,7 @@ class Rounds:
 
         step_s: the mean duration of a step over the ranks, in seconds; the same on every rank.
         """
-        self._until_vote = max(1, int(VOTE_EVERY_S / step_s)) if step_s > 0 else 1
+        self._until_vote = max(0, int(VOTE_EVERY_S / step_s) - 1) if step_s > 0 else 0
 
     def end(self) -> None:
         """Ends the round early: all workers hold the same parameters now, and the next step votes."""

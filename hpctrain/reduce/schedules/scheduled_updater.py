@@ -24,7 +24,7 @@ from hpctrain.reduce.schedules.outer_optimizer import OuterOptimizer
 from hpctrain.reduce.schedules.parameter_average import NormStatistics, ParameterAverage
 from hpctrain.reduce.schedules.rounds import Rounds, StepKind
 from hpctrain.reduce.schedules.schedule import Daso, DiLoCo, LocalSteps, table_of
-from hpctrain.reduce.schedules.worker_rows import WorkerPlace, WorkerRows
+from hpctrain.reduce.schedules.worker_rows import WorkerPlace, WorkerRows, WorkerState
 from hpctrain.reduce.watch.step_watch import Watched
 
 # Makes the updater of a phase with this loss scale. Collective over all ranks.
@@ -109,6 +109,7 @@ class ScheduledUpdater(Watched):
         self._average = average
         self._choice = choice
         self._max_skipped_in_row = loss_scale.max_skipped_in_row
+        self._first_scale = loss_scale
         self._statistics = NormStatistics(model, comm=comm, share=share)
         self._rows = WorkerRows(optimizer, trainable(optimizer), place=place, comm=comm)
         self._outer = self._new_outer()
@@ -440,7 +441,10 @@ class ScheduledUpdater(Watched):
         """See `DistributedOptimizer.state`: also the schedule, and the position in its rounds."""
         choice = {"choice": self._choice.document()} if self._choice is not None else {}
         schedule = {"table": table_of(self._schedule), "rounds": self._rounds.state(), **choice}
-        return {**self._inner.state(), "schedule": schedule}
+        if self._rounds.is_synchronous:
+            return {**self._inner.state(), "schedule": schedule}
+        # The same on every rank; `WorkerRows` has those of each worker.
+        return {"loss_scale": asdict(self._first_scale), "order": None, "schedule": schedule}
 
     def state_tensors(self) -> list[StateTensor]:
         """See `DistributedOptimizer.state_tensors`. Waits for an average in flight, which is saved too.
@@ -455,7 +459,8 @@ class ScheduledUpdater(Watched):
         found = self._average.state(with_base=apart, with_arrived=self._rounds.waits is not None)
         if self._outer is not None:
             found += self._outer.state()
-        return found + self._rows.state(self._inner.loss_scale, with_parameters=apart)
+        own = WorkerState(scale=self._inner.loss_scale, order=self._inner.order)
+        return found + self._rows.state(own, with_parameters=apart)
 
     def prepare_to_load(self, state: Mapping[str, Any]) -> None:
         """See `DistributedOptimizer.prepare_to_load`."""
@@ -497,13 +502,13 @@ class ScheduledUpdater(Watched):
                 self._rounds.waits = None
         else:
             self._rounds.load_state({"step": 0, "done": 0, "waits": None})
-        scale = self._inner.loss_scale.continued(state["loss_scale"])
-        scale, _ = self._rows.load(scale, tensors, shapes)
+        own = WorkerState(scale=self._first_scale.continued(state["loss_scale"]), order=state["order"])
+        own = self._rows.load(own, tensors, shapes)
         self._average.load_state(tensors, shapes)
         if self._outer is not None:
             self._outer.load_state(tensors)
         if self._rounds.is_synchronous != was_synchronous:
             self._inner.close()
-            self._inner = self._make_inner(scale)
-        self._inner.load_state({**state, "loss_scale": asdict(scale)})
+            self._inner = self._make_inner(own.scale)
+        self._inner.load_state({**state, "loss_scale": asdict(own.scale), "order": own.order})
         self._since_s, self._steps_since = time.perf_counter(), 0

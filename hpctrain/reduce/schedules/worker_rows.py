@@ -24,6 +24,7 @@ PREFIX = "workers/"
 _PARAMETERS = f"{PREFIX}parameters/"
 _OPTIMIZER = f"{PREFIX}optimizer/"
 _LOSS_SCALE = f"{PREFIX}loss_scale"
+_ORDER = f"{PREFIX}order"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,18 @@ class WorkerPlace:
     worker: int
     num_workers: int
     leads: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """What a worker holds besides parameters and optimizer state.
+
+    scale: its loss scale.
+    order: the order in which gradients become ready in it, as indices of the parameters; None if unknown.
+    """
+
+    scale: LossScale
+    order: Sequence[int] | None = None
 
 
 @final
@@ -57,11 +70,15 @@ class WorkerRows:
         self._place = place
         self._comm = comm
 
-    def state(self, scale: LossScale, *, with_parameters: bool) -> list[StateTensor]:
-        """Returns this worker's rows; [] on ranks that do not lead a worker. Not collective."""
-        if not self._place.leads:
+    def state(self, own: WorkerState, *, with_parameters: bool) -> list[StateTensor]:
+        """Returns this worker's rows; [] on ranks that do not lead a worker. Not collective.
+
+        The rows of a single worker are whole tensors, which all ranks list.
+        """
+        if not self._place.leads and self._place.num_workers > 1:
             return []
-        found = [(_LOSS_SCALE, _numbers_of(scale))]
+        order = own.order if own.order is not None else [-1] * len(self._parameters)
+        found = [(_LOSS_SCALE, _numbers_of(own.scale)), (_ORDER, torch.tensor(order, dtype=torch.int64))]
         found += [(name, tensor) for name, tensor in self._optimizer_tensors()]
         if with_parameters:
             found += [(f"{_PARAMETERS}{number}", p.detach()) for number, p in enumerate(self._parameters)]
@@ -82,18 +99,17 @@ class WorkerRows:
 
     @torch.no_grad()
     def load(
-        self, scale: LossScale, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None
-    ) -> tuple[LossScale, bool]:
+        self, own: WorkerState, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None
+    ) -> WorkerState:
         """Restores the rows, if the checkpoint has any. Collective.
 
         Args:
-            scale: The loss scale of this run.
+            own: The state of this rank's worker in this run.
             tensors: See `DistributedOptimizer.load_state`.
             shapes: See `DistributedOptimizer.load_state`.
 
         Returns:
-            The loss scale with the saved value and history; and True if the saved run had as many workers, so that
-                each worker continues as it was saved.
+            `own` with the saved loss scale; from as many workers as in this run, also with the saved order.
 
         Raises:
             CheckpointError: On every rank. The rows are of another model.
@@ -101,19 +117,22 @@ class WorkerRows:
         shapes = shapes_of(tensors) if shapes is None else shapes
         names = sorted(name for name in shapes if name.startswith(PREFIX))
         if not names:
-            return scale, False
+            return own
         is_same = {shapes[name][0] for name in names} == {self._place.num_workers}
         for name in names:
             saved = tensors[name]
             rows = rows_in(saved, rows=[self._rows(shapes[name][0])])
             value = rows[0] if is_same else self._merged(rows, num_rows=shapes[name][0], name=name)
             if name == _LOSS_SCALE:
-                scale = _with_numbers(scale, value)
+                own = replace(own, scale=_with_numbers(own.scale, value))
+            elif name == _ORDER:
+                known = is_same and len(value) == len(self._parameters) and bool((value >= 0).all())
+                own = replace(own, order=value.tolist() if known else None)
             elif name.startswith(_PARAMETERS):
                 self._parameter(name, value).copy_(value)
             else:
                 self._set_optimizer_tensor(name, value)
-        return scale, is_same
+        return own
 
     # ------------------------------------------------------------------ details
 

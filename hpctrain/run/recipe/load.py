@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +107,33 @@ def _faults(error: ValidationError) -> Iterator[str]:
 def _nearest(location: tuple[int | str, ...]) -> str:
     """Returns `; did you mean ...?` or the list of valid keys, for the message; empty if the section is unknown."""
     section: type[BaseModel] = Recipe
+    tables: Mapping[str, type[BaseModel]] = {}  # among which the next part of the location chooses
     for part in location[:-1]:
+        if tables:
+            section, tables = tables[str(part)], {}
+            continue
         annotation = section.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            section = annotation
+        elif not (tables := tables_of(annotation)):
             return ""
-        section = annotation
     valid = list(section.model_fields)
     close = difflib.get_close_matches(str(location[-1]), valid, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f"; valid here: {', '.join(valid)}"
+
+
+def tables_of(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Returns the tables among which a key's value is one, such as the methods of a schedule.
+
+    They are named by the value of their first key, which chooses the table.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        chosen_by = next(iter(annotation.model_fields.values())).annotation
+        return {str(value): annotation for value in typing.get_args(chosen_by)}
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType, typing.Annotated):
+        return {}
+    found = [tables_of(argument) for argument in typing.get_args(annotation)]
+    return {name: table for tables in found for name, table in tables.items()}
 
 
 def to_toml(recipe: Recipe) -> str:

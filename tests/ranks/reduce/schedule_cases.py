@@ -227,8 +227,12 @@ def mark_of(tensors: Sequence[torch.Tensor]) -> str:
     return mark.hexdigest()
 
 
-def everything(world: World, nodes: str, directory: str) -> dict[str, Any]:
+def everything(world: World, nodes: str, directory: str, loads_from: int | None = None) -> dict[str, Any]:
+    """loads_from: the number of ranks of an earlier launch, whose checkpoints this launch loads."""
     found: dict[str, Any] = {"every step": every_step_equals_synchronous(world, nodes)}
+    found["elsewhere"] = elsewhere(world, nodes, Path(directory), loads_from=loads_from)
+    found["statistics"] = statistics(world, nodes)
+    found["bytes"] = bytes_of_rounds(world, nodes)
     found["reference"] = {name: against_reference(world, case, nodes) for name, case in CASES.items()}
     found["int8"] = {name: against_reference(world, case, nodes) for name, case in INT8.items()}
     found["resumed"] = {
@@ -310,6 +314,77 @@ def resumes(world: World, case: Case, nodes: str, directory: Path) -> list[int]:
             wrong.append(step)
         again.close()
     return wrong
+
+
+def elsewhere(world: World, nodes: str, directory: Path, *, loads_from: int | None) -> dict[str, Any]:
+    """Saves within a round; and loads what another number of ranks has saved, and trains on.
+
+    Returns this rank's values when it saved, and its values after it has loaded.
+    """
+    found: dict[str, Any] = {}
+    for name in ("local-sgd", "diloco", "daso"):
+        trial = Trial(world, CASES[name], nodes=nodes)
+        if loads_from is not None:
+            trial.session.load_state(directory / f"of-{loads_from}-{name}", trial.updater)
+            found[f"{name} loaded"] = _own(trial)
+            trial.train(5, 8)
+            trial.updater.end_round()
+            marks = all_gather_json(world, mark_of(trial.values()))
+            assert len(set(marks)) == 1
+            trial.close()
+            trial = Trial(world, CASES[name], nodes=nodes)
+        trial.train(0, 5)
+        trial.session.save_state(directory / f"of-{world.num_ranks}-{name}", trial.updater, Position(step=5))
+        found[f"{name} saved"] = _own(trial)
+        trial.close()
+    return found
+
+
+def _own(trial: Trial) -> list[list[float]]:
+    return [
+        value.double().flatten().tolist() for value in (*trial.values(), *_optimizer_tensors(trial.optimizer))
+    ]
+
+
+def statistics(world: World, nodes: str) -> float:
+    """Running statistics of batch norm when a round ends: how far they are from the mean of the workers'."""
+    session = session_over(world, nodes=list(nodes), emulated=True)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)).double()
+    updater = session.distributed_optimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), schedule={"method": "local-sgd", "every": 2}
+    )
+    norm = model[0]
+    assert isinstance(norm, torch.nn.BatchNorm1d)
+    for step in range(2):
+        inputs = torch.randn(
+            4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step + 10 * world.rank)
+        )
+        updater.backward(model(inputs).square().mean(), weight=1 / world.num_ranks)
+        assert norm.running_mean is not None
+        before = norm.running_mean.tolist()
+        updater.step()
+    mean = torch.tensor(all_gather_json(world, before), dtype=torch.float64).mean(0)
+    session.end_training()
+    return float((norm.running_mean - mean).abs().max())
+
+
+def bytes_of_rounds(world: World, nodes: str) -> list[int]:
+    """Bytes that reducers send to other nodes: by ten synchronous steps, and by ten steps in rounds of five."""
+    found = []
+    for schedule in (None, {"method": "local-sgd", "every": 5}):
+        session = session_over(world, nodes=list(nodes), emulated=True)
+        model = torch.nn.Linear(100, 100)
+        updater = session.distributed_optimizer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm="hierarchical", schedule=schedule
+        )
+        for _ in range(10):
+            updater.backward(model(torch.ones(2, 100)).mean(), weight=1 / world.num_ranks)
+            updater.step()
+        found.append(
+            sum(all_gather_json(world, sum(made.reducer.bytes_sent() for made in session.reductions._made)))
+        )
+        session.end_training()
+    return found
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
