@@ -95,7 +95,11 @@ def measure(folder: Path, *, losses: int, ranks: int) -> dict[str, Any]:
 def standstills(folder: Path) -> list[float]:
     """Returns, for each loss, the seconds from the last step before it to the first step after it."""
     attempts = read_attempts(folder / "run")
-    times = [r["time"] for r in read_records(folder / "run" / "metrics" / "rank-00000.jsonl") if r["kind"] == "step"]
+    times = [
+        r["time"]
+        for r in read_records(folder / "run" / "metrics" / "rank-00000.jsonl")
+        if r["kind"] == "step"
+    ]
     found = []
     for attempt in attempts[1:]:
         before = [at for at in times if at < attempt.began]

@@ -44,6 +44,7 @@ from .integrity.read_checker import (
 from .loading.batch import Batch as Batch, batches_on as batches_on
 from .loading.loader import PREFETCH_BYTES as PREFETCH_BYTES, Loader as Loader, Samples as Samples
 from .loading.prefetch import EpochIterator as EpochIterator
+from .loading.shared_order import SharedOrder as SharedOrder
 from .loading.torch_dataset import (
     TorchIterableDataset as TorchIterableDataset,
     TorchMapDataset as TorchMapDataset,

@@ -187,8 +187,8 @@ class ElementShard:
     Attributes:
         shape: The shape of the parameter.
         dims: The dimensions of the parameter, outermost in memory first.
-        part: The optimizer's parameter, which shares these elements with the model's parameter. Its shape is (end -
-            begin,), or () if the parameter has no dimensions.
+        part: The optimizer's parameter, which shares these elements with the model's parameter, or has a copy of them.
+            Its shape is (end - begin,), or () if the parameter has no dimensions.
     """
 
     shape: tuple[int, ...]
@@ -234,14 +234,18 @@ class ElementShard:
         return self.begin // self._row_elems(), -(-self.end // self._row_elems())
 
 
-def hold_elements(parameter: torch.nn.Parameter, *, begin: int, end: int) -> ElementShard:
+def hold_elements(
+    parameter: torch.nn.Parameter, *, begin: int, end: int, copied: bool = False
+) -> ElementShard:
     """Makes this rank hold the optimizer state of some elements of `parameter`; stores and returns the `ElementShard`.
 
     begin, end: the elements, from `begin` to before `end` in memory order.
+    copied: True if the part has memory of its own.
 
     The shard is stored as an attribute of `parameter`. The memory of the parameter must have no gaps.
     """
     flat = flat_view(parameter)[begin:end]
+    flat = flat.clone() if copied else flat
     part = torch.nn.Parameter(flat if parameter.dim() or begin == end else flat.view(()))
     shard = ElementShard(tuple(parameter.shape), tuple(memory_order(parameter)), begin, end, part)
     setattr(parameter, _HELD, shard)

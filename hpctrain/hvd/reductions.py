@@ -1,23 +1,18 @@
-"""Horovod's reductions of flat tensors over the ranks: operations, factors and Adasum. Collective.
-
-Source of Adasum: Maleki et al. 2020, arXiv:2006.02924.
-"""
+"""Horovod's reductions of flat tensors over the ranks: operations and factors. Collective."""
 
 from __future__ import annotations
 
 import enum
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
 
 from hpctrain import distributed
 from hpctrain.comm import Collective
-from hpctrain.errors import UsageError
 from hpctrain.hvd.errors import HorovodValueError
-from hpctrain.storage import split_evenly
+from hpctrain.reduce import adasum
 
 
 class HorovodOp(enum.IntEnum):
@@ -95,63 +90,6 @@ def reduce_flat(
         flat.div_(comm.num_ranks)
     else:
         distributed.all_reduce(comm, flat, op=_NAMES[op], sums=sums)
-
-
-def adasum(comm: Collective, flat: torch.Tensor, *, sizes: Sequence[int]) -> None:
-    """Combines the ranks' tensors by Adasum, in place. `flat` is floating point, shape (sum(sizes),).
-
-    Two tensors a and b become (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: their sum if they are orthogonal, their mean
-    if they are equal. Ranks 0 and 1, 2 and 3, ... are combined first, then neighbouring results. If a round has an odd
-    number of results, the last result waits for the next round, so that any number of ranks works.
-
-    Each rank combines one slice of the tensors of all ranks; in each round, a small sum adds up the dot products of the
-    slices. Half types are computed in float32, dot products in float64. As many bytes are sent as for a sum. Raises
-    UsageError for integers.
-    """
-    if not flat.dtype.is_floating_point:
-        raise UsageError(f"Adasum combines floating-point tensors, not {flat.dtype}")
-    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    counts = split_evenly(flat.numel(), num_parts=comm.num_ranks)
-    mine = counts[comm.rank]
-    received = distributed.exchange(comm, wide, send_counts=counts, receive_counts=[mine] * comm.num_ranks)
-    parts = list(received.view(comm.num_ranks, mine).unbind())
-    first = sum(counts[: comm.rank])
-    lengths = _lengths_within(sizes, first=first, end=first + mine)
-    while len(parts) > 1:
-        pairs = list(zip(parts[::2], parts[1::2], strict=False))
-        products = torch.stack([_products(a, b, lengths) for a, b in pairs])
-        flat_products = products.view(-1)
-        comm.all_reduce(flat_products)
-        combined = [
-            _combined(a, b, of_pair, lengths) for (a, b), of_pair in zip(pairs, products, strict=True)
-        ]
-        parts = combined + parts[2 * len(pairs) :]
-    flat.copy_(distributed.all_gather(comm, parts[0].contiguous(), counts=counts))
-
-
-def _lengths_within(sizes: Sequence[int], *, first: int, end: int) -> list[int]:
-    """Returns how many elements of each tensor lie between the positions `first` and `end` of their concatenation."""
-    offsets = list(accumulate(sizes, initial=0))
-    return [max(0, min(end, after) - max(first, before)) for before, after in pairwise(offsets)]
-
-
-def _products(a: torch.Tensor, b: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Returns the dot products a.a, b.b and a.b per tensor: float64, shape (3, number of tensors)."""
-    pieces = zip(a.double().split(list(lengths)), b.double().split(list(lengths)), strict=True)
-    return torch.stack([torch.stack([x @ x, y @ y, x @ y]) for x, y in pieces], dim=1)
-
-
-def _combined(
-    a: torch.Tensor, b: torch.Tensor, products: torch.Tensor, lengths: Sequence[int]
-) -> torch.Tensor:
-    of_a, of_b, of_both = products
-    repeats = torch.tensor(lengths, device=a.device)
-
-    def share(squared: torch.Tensor) -> torch.Tensor:
-        factors = torch.where(squared > 0, 1 - of_both / (2 * squared), 1.0)
-        return factors.repeat_interleave(repeats).to(a.dtype)
-
-    return a * share(of_a) + b * share(of_b)
 
 
 # Horovod's compressions: what a gradient is sent as.

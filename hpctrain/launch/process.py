@@ -543,7 +543,9 @@ def _files_of_open_mpi(ranks: Sequence[int]) -> list[Path]:
         job, session = variables.get("PMIX_NAMESPACE", ""), Path(variables.get("PMIX_SERVER_TMPDIR", ""))
         if job.isdigit():
             pattern = f"vader_segment.*.{os.geteuid()}.{int(job):x}.*"
-            found.update(path for path in Path("/dev/shm").glob(pattern) if path.stat().st_uid == os.geteuid())
+            found.update(
+                path for path in Path("/dev/shm").glob(pattern) if path.stat().st_uid == os.geteuid()
+            )
         if re.fullmatch(r"pid\.\d+", session.name) and session.parent.name.startswith("ompi."):
             found.add(session)
     return sorted(found)

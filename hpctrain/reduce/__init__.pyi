@@ -16,6 +16,7 @@ from .autotune.tune import (
     find_choice as find_choice,
 )
 from .codecs import Codec as Codec, codec_named as codec_named
+from .collective_reducers.adasum import AdasumReducer as AdasumReducer, adasum as adasum
 from .collective_reducers.power_sgd import LowRankReducer as LowRankReducer
 from .collective_reducers.top_k import TopKReducer as TopKReducer
 from .contract.bucket_plan import (
@@ -69,6 +70,12 @@ from .needs import (
     scatter_needs as scatter_needs,
     sharded_sum as sharded_sum,
 )
+from .parameter_server.parameter_client import (
+    OrderPart as OrderPart,
+    ParameterRead as ParameterRead,
+    StalenessFigures as StalenessFigures,
+)
+from .parameter_server.ssp_updater import SspUpdater as SspUpdater
 from .schedule_factory import (
     checked_schedule as checked_schedule,
     make_scheduled as make_scheduled,
@@ -76,10 +83,13 @@ from .schedule_factory import (
 )
 from .schedules.schedule import (
     METHODS as METHODS,
+    Adasum as Adasum,
     Daso as Daso,
     DiLoCo as DiLoCo,
     LocalSgd as LocalSgd,
+    LocalSteps as LocalSteps,
     Schedule as Schedule,
+    Ssp as Ssp,
     parse_schedule as parse_schedule,
     table_of as table_of,
 )

@@ -30,6 +30,7 @@ from hpctrain.reduce.autotune.decision import DEFAULT_BUCKET_BYTES
 from hpctrain.reduce.autotune.link_speed import Candidate
 from hpctrain.reduce.autotune.tune import CalibrationFiles, find_choice
 from hpctrain.reduce.codecs import codec_named
+from hpctrain.reduce.collective_reducers.adasum import AdasumReducer
 from hpctrain.reduce.collective_reducers.collective_reducer import CollectiveReducer
 from hpctrain.reduce.contract.bucket_plan import Bucket
 from hpctrain.reduce.contract.bucket_reducer import BucketReducer, InBackground, Shapes, StateTensor
@@ -38,6 +39,7 @@ from hpctrain.reduce.contract.updater import Layout, check_optimizer, takes_spar
 from hpctrain.reduce.data_parallel.all_reduce_updater import AllReduceUpdater
 from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.sparse_updater import SparseUpdater
+from hpctrain.reduce.schedules.schedule import Adasum
 from hpctrain.reduce.shared_memory.all_reduce_reducer import AllReduceReducer
 from hpctrain.reduce.shared_memory.shared_buckets import one_rank_nodes
 from hpctrain.reduce.shared_memory.summation import COMPILED
@@ -225,6 +227,13 @@ class ReducerMaker:
             feedback=needs_feedback(wire),
         )
 
+    def make_adasum(self, schedule: Adasum) -> BucketReducer:
+        """Makes the reducer that combines gradients by Adasum instead of summing them. Collective."""
+        if self.capabilities.topology.num_ranks == 1:
+            return LocalReducer()
+        levels = make_two_level(self._world, self._topology) if schedule.within_node == "mean" else None
+        return AdasumReducer(self._world.duplicate(), topology=self._topology, levels=levels)
+
     def _levels(self, algorithm: Algorithm) -> Topology:
         two_levels = algorithm in (Algorithm.HIERARCHICAL, Algorithm.HIERARCHICAL_RING)
         return self._topology if two_levels else one_rank_nodes(self._topology.num_ranks)
@@ -293,19 +302,27 @@ class ReductionRequest:
     algorithm: name of an algorithm, or `auto`.
     wire: name of a wire format, or `auto`.
     bucket_bytes: maximum size of a bucket's gradients, in bytes; None: hpctrain chooses the size.
+    adasum: how gradients are combined instead of summed; None: they are summed.
     files: files in which measurements are kept between runs.
     """
 
     algorithm: str = AUTO
     wire: str = "fp32"
     bucket_bytes: int | None = None
+    adasum: Adasum | None = None
     files: CalibrationFiles = field(default_factory=CalibrationFiles)
 
     def __post_init__(self) -> None:
-        """Raises UsageError for an unknown algorithm or wire format."""
+        """Raises UsageError for an unknown algorithm or wire format, and for either of them together with Adasum."""
         if self.algorithm != AUTO:
             parse_algorithm(self.algorithm)
         check_wire(self.wire)
+        if self.adasum is not None and (self.algorithm != AUTO or self.wire != "fp32"):
+            raise UsageError(
+                f"schedule adasum was given with algorithm={self.algorithm!r} and wire={self.wire!r}, which are for "
+                "sums: Adasum sends float32 between all ranks, or between nodes with within_node='mean'; leave "
+                "algorithm and wire out"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -362,6 +379,12 @@ class Reduction:
         model: the model whose parameters the optimizer steps.
         """
         if takes_sparse_gradients(optimizer):
+            if isinstance(self.reducer, AdasumReducer):
+                raise UsageError(
+                    f"{type(optimizer).__name__} takes sparse gradients, which schedule adasum does not combine: use "
+                    "Embedding(sparse=False) and Adam, or leave the schedule out",
+                    agreed=True,
+                )
             return SparseUpdater(
                 optimizer, comm=comm, loss_scale=loss_scale, clip_norm=clip_norm, model=model
             )
@@ -447,6 +470,22 @@ def make_reduction(
     maker = ReducerMaker(
         world, topology=topology, device=device.type, gradient_bytes=gradient_bytes, nccl=nccl, note=note
     )
+    if plan.adasum is not None:
+        if shard != "none":
+            raise UsageError(
+                f"schedule adasum cannot be combined with shard = {shard!r}: Adasum needs the whole gradient of each "
+                "parameter on every rank; leave one of them out",
+                agreed=True,
+            )
+        bucket_bytes = plan.bucket_bytes or DEFAULT_BUCKET_BYTES
+        record = {
+            "source": "schedule adasum", "within_node": plan.adasum.within_node, "wire": "fp32",
+            "bucket_bytes": bucket_bytes, "overlap": overlap,
+        }  # fmt: skip
+        return Reduction(
+            reducer=maker.make_adasum(plan.adasum), wire="fp32", bucket_bytes=bucket_bytes, overlap=overlap,
+            oversubscribed=oversubscribed, record=record,
+        )  # fmt: skip
     if shard != "none" and world.num_ranks > 1:
         wire = "fp32" if plan.wire == AUTO else plan.wire
         zero = maker.make_zero(plan.algorithm, wire=wire)

@@ -22,7 +22,7 @@ from hpctrain.reduce.data_parallel.loss_scale import LossScale
 from hpctrain.reduce.data_parallel.parameter_checks import trainable
 from hpctrain.reduce.factory import LocalReducer, Reduction, ReductionRequest
 from hpctrain.reduce.schedules.parameter_average import ParameterAverage
-from hpctrain.reduce.schedules.schedule import Daso, Schedule, parse_schedule
+from hpctrain.reduce.schedules.schedule import Adasum, Daso, LocalSteps, Schedule, Ssp, parse_schedule
 from hpctrain.reduce.schedules.scheduled_updater import ScheduledUpdater
 from hpctrain.reduce.schedules.worker_rows import WorkerPlace
 from hpctrain.reduce.shared_memory.all_reduce_reducer import AllReduceReducer
@@ -34,13 +34,13 @@ from hpctrain.topology import Topology
 MakeReduction = Callable[[ReductionRequest], Reduction]
 
 
-def request_of_averages(schedule: Schedule, request: ReductionRequest) -> ReductionRequest:
+def request_of_averages(schedule: LocalSteps, request: ReductionRequest) -> ReductionRequest:
     """Returns the request for the reducer of the averages: that of the gradients, in the schedule's wire format."""
     return replace(request, wire=schedule.wire)
 
 
 def make_scheduled(
-    schedule: Schedule,
+    schedule: LocalSteps,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
@@ -53,7 +53,7 @@ def make_scheduled(
     clip_norm: float | None,
     on_close: Callable[[BucketReducer], object],
 ) -> ScheduledUpdater:
-    """Creates the updater of a schedule. Collective; the parameters must be the same on every rank.
+    """Creates the updater of a schedule with local steps. Collective; parameters must be the same on every rank.
 
     Args:
         schedule: A result of `checked_schedule` for `model` and `optimizer`.
@@ -113,27 +113,28 @@ def checked_schedule(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
+    algorithm: str,
     wire: str,
 ) -> Schedule | None:
     """Returns the schedule that `given` describes; see `parse_schedule`. Not collective.
 
-    Raises UsageError if the schedule is not valid, or cannot be combined with the model, the optimizer or `wire`, the
-    wire format of the gradients.
+    Raises UsageError if the schedule is not valid, or cannot be combined with the model, the optimizer, `algorithm`, or
+    `wire`, the wire format of the gradients.
     """
     schedule = parse_schedule(given)
     if schedule is not None:
-        _check(schedule, model, optimizer, wire=wire)
+        _check(schedule, model, optimizer, algorithm=algorithm, wire=wire)
     return schedule
 
 
 def _check(
-    schedule: Schedule, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, wire: str
+    schedule: Schedule, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, algorithm: str, wire: str
 ) -> None:
     asked = f"schedule {schedule.METHOD!r}"
     if shard_of(model) != "none" or is_sharded(model) or split_of(model) or pipeline_of(model):
         raise UsageError(
-            f"{asked} cannot be combined with a model that is sharded or split over the ranks: each worker steps "
-            "alone, and needs the whole model and optimizer. Leave the schedule or ParallelPlan out"
+            f"{asked} cannot be combined with a model that is sharded or split over the ranks: each rank needs the "
+            "whole model and whole gradients. Leave the schedule or ParallelPlan out"
         )
     check_optimizer(optimizer, layout="none", model=model)
     if takes_sparse_gradients(optimizer):
@@ -141,6 +142,14 @@ def _check(
             f"{asked} cannot be combined with {type(optimizer).__name__}, which takes sparse gradients: use "
             "Embedding(sparse=False) and Adam, or leave the schedule out"
         )
+    if isinstance(schedule, Adasum | Ssp) and (algorithm != AUTO or wire != "fp32"):
+        found = f"algorithm={algorithm!r}" if algorithm != AUTO else f"wire={wire!r}"
+        raise UsageError(
+            f"{asked} cannot be combined with {found}, which is for sums of gradients over the ranks: gradients are "
+            "sent as they are; leave it out"
+        )
+    if isinstance(schedule, Adasum):
+        return
     if any(_is_over_ranks(module) for module in model.modules()):
         raise UsageError(
             f"{asked} cannot be combined with batch normalisation over the ranks, which waits for all ranks in each "

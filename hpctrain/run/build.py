@@ -22,9 +22,11 @@ from hpctrain.errors import HpctrainError, RecipeError, UsageError
 from hpctrain.launch import TERMINAL_VARIABLE
 from hpctrain.reduce import (
     CALIBRATION_FILE,
+    Adasum,
     CalibrationFiles,
     DistributedOptimizer,
     Layout,
+    LocalSteps,
     ReductionRequest,
     SplitModelUpdater,
     check_for_layouts,
@@ -437,11 +439,13 @@ def reduction_plan(recipe: Recipe) -> ReductionRequest:
     If the section fixes only the algorithm, the wire format is chosen by measurement; if it fixes only the wire format,
     the algorithm is chosen by measurement.
     """
-    section, schedule = recipe.reduction, recipe.reduction.schedule
+    section = recipe.reduction
+    schedule = section.schedule.plain() if section.schedule is not None else None
     return ReductionRequest(
         algorithm=section.algorithm,
-        wire=section.wire if schedule is None else schedule.wire,
+        wire=schedule.wire if isinstance(schedule, LocalSteps) else section.wire,
         bucket_bytes=max(1, int(section.bucket_mb * 1e6)) if section.bucket_mb is not None else None,
+        adasum=schedule if isinstance(schedule, Adasum) else None,
         files=CalibrationFiles(
             run=Path(recipe.run.directory) / CALIBRATION_FILE,
             shared=Path(section.calibration) if section.calibration is not None else None,

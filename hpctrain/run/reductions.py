@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import final
 
@@ -20,13 +21,19 @@ from hpctrain.distributed import ShardKind, pipeline_of, shard_of, split_of
 from hpctrain.launch import RankCores, cpu_share, in_effect
 from hpctrain.reduce import (
     Algorithm,
+    AllReduceUpdater,
     BucketReducer,
+    LocalSteps,
     LossScale,
     Reduction,
     ReductionRequest,
     Schedule,
     ScheduledUpdater,
+    SparseUpdater,
     SplitModelUpdater,
+    Ssp,
+    SspUpdater,
+    ZeroUpdater,
     gradient_bytes,
     make_reduction,
     make_scheduled,
@@ -65,6 +72,7 @@ class Reductions:
         # In creation order, which is the same on all ranks.
         self._made: list[Reduction] = []
         self._kept: list[BucketReducer] = []
+        self._served: list[SspUpdater] = []
 
     def make(self, plan: ReductionRequest, *, gradient_bytes: int, shard: ShardKind = "none") -> Reduction:
         """Returns a reduction for the buckets of one updater. `close` frees the memory of the reduction. Collective.
@@ -105,28 +113,43 @@ class Reductions:
             model, optimizer, comm=self._world, loss_scale=loss_scale, clip_norm=clip_norm, end_sums=end_sums
         )
 
-    def scheduled(
+    def updater(
         self,
-        schedule: Schedule,
+        schedule: Schedule | None,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         request: ReductionRequest,
-        averages: Reduction | None,
+        reduction: Reduction | None,
+        shard: ShardKind,
         loss_scale: LossScale | None,
         clip_norm: float | None,
-    ) -> ScheduledUpdater:
-        """Returns the updater of a schedule. Collective.
+    ) -> AllReduceUpdater | ZeroUpdater | SparseUpdater | ScheduledUpdater | SspUpdater:
+        """Returns the updater of a model that is whole on each rank. Collective.
 
         Args:
-            request: The reduction that was asked for; its wire format is that of the gradients of synchronous steps.
-            averages: The reduction of the averages; None: one is made for `request` and the schedule's wire format.
+            schedule: A result of `checked_schedule`; None: the ranks sum gradients in each step.
+            request: The reduction that was asked for; with local steps, that of the gradients of synchronous steps.
+            reduction: A reduction that was made before, with local steps that of the averages; None: one is made.
+            shard: What a `ZeroUpdater` shards.
         """
         make = partial(self.make, gradient_bytes=gradient_bytes(model))
-        return make_scheduled(
-            schedule, model, optimizer, world=self._world, topology=self._topology, request=request, make=make,
-            averages=averages, loss_scale=loss_scale, clip_norm=clip_norm, on_close=self._kept.append,
-        )  # fmt: skip
+        if isinstance(schedule, Ssp):
+            served = SspUpdater(
+                optimizer, world=self._world, schedule=schedule, model=model, loss_scale=loss_scale,
+                clip_norm=clip_norm, oversubscribed=self.oversubscribed(),
+            )  # fmt: skip
+            self._served.append(served)
+            return served
+        if isinstance(schedule, LocalSteps):
+            return make_scheduled(
+                schedule, model, optimizer, world=self._world, topology=self._topology, request=request, make=make,
+                averages=reduction, loss_scale=loss_scale, clip_norm=clip_norm, on_close=self._kept.append,
+            )  # fmt: skip
+        made = reduction or make(replace(request, adasum=schedule), shard=shard)
+        return made.updater(
+            optimizer, comm=self._world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
+        )
 
     def overlap(self, *, spare_core: bool) -> bool:
         """Returns True if reductions are faster when they run during backward. Collective.
@@ -164,6 +187,8 @@ class Reductions:
                 self._made.pop(0).reducer.close()
             while self._kept:
                 self._kept.pop(0).close()
+            while self._served:
+                self._served.pop(0).free()
 
     def nccl(self, asked: str) -> Algorithm | None:
         """Returns which of Horovod's own two-level sums runs in this process; None if no such sum runs.

@@ -53,10 +53,10 @@ from hpctrain.reduce import (
     LossScale,
     Reduction,
     ReductionRequest,
+    SspUpdater,
     StepWatch,
     check_for_layouts,
     checked_schedule,
-    gradient_bytes,
     layouts_of,
     use_fused_kernels,
     watch_steps,
@@ -76,6 +76,7 @@ from hpctrain.train import (
     FiniteCheck,
     Position,
     SessionUpdater,
+    SharedBatches,
     Stateful,
     Trainings,
     agreed_batches,
@@ -248,31 +249,27 @@ class Session:
         self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
         request = ReductionRequest(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
         planned = self.agreed(
-            lambda: checked_schedule(schedule, model, optimizer, wire=wire), os_error=UsageError
+            lambda: checked_schedule(schedule, model, optimizer, algorithm=algorithm, wire=wire),
+            os_error=UsageError,
         )
+        updater: SessionUpdater
         if is_sharded(model) or pipeline is not None:
-            sharded = self.reductions.split(
+            updater = self.reductions.split(
                 model, optimizer, algorithm=algorithm, wire=wire, loss_scale=loss_scale, clip_norm=clip_norm
             )
-            self.trainings.add(sharded, training)
-            return self._watched(sharded, model, compare_ranks)
-        broadcast_model(self.world, model)
-        broadcast_tensors(self.world, list(training.outside.values()), name="parameters outside the model")
-        updater: SessionUpdater
-        if planned is not None:
-            updater = self.reductions.scheduled(
-                planned, model, optimizer, request=request, averages=reduction, loss_scale=loss_scale,
+        else:
+            broadcast_model(self.world, model)
+            outside = list(training.outside.values())
+            broadcast_tensors(self.world, outside, name="parameters outside the model")
+            updater = self.reductions.updater(
+                planned, model, optimizer, request=request, reduction=reduction, shard=shard, loss_scale=loss_scale,
                 clip_norm=clip_norm,
             )  # fmt: skip
-        else:
-            if reduction is None:
-                size = gradient_bytes(model)
-                reduction = self.reductions.make(request, gradient_bytes=size, shard=shard)
-            updater = reduction.updater(
-                optimizer, comm=self.world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
-            )
         self.trainings.add(updater, training)
-        return self._watched(updater, model, compare_ranks)
+        return watch_steps(
+            updater, model, comm=self.world, say=self.note, together=self._watches,
+            compare_ranks="off" if isinstance(updater, SspUpdater) else compare_ranks,
+        )  # fmt: skip
 
     def updater(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
@@ -280,18 +277,6 @@ class Session:
         """Deprecated name of `distributed_optimizer`."""
         warn_of_old_name("session.updater", use="session.distributed_optimizer")
         return self.distributed_optimizer(model, optimizer, **options)
-
-    def _watched(
-        self, updater: SessionUpdater, model: torch.nn.Module, compare_ranks: CompareRanks
-    ) -> SessionUpdater:
-        return watch_steps(
-            updater,
-            model,
-            comm=self.world,
-            compare_ranks=compare_ranks,
-            say=self.note,
-            together=self._watches,
-        )
 
     def parallelize(self, model: torch.nn.Module, plan: ParallelPlan) -> torch.nn.Module:
         """Splits `model` over the ranks as `plan` says, in place, and returns it. Collective.
@@ -439,6 +424,22 @@ class Session:
             dataset, global_batch=global_batch, rank=data.index, num_ranks=data.size, seed=seed,
             pin_memory=self.device.type == "cuda", watch=self.world.inputs, **options,
         )  # fmt: skip
+
+    def shared_batches(
+        self, updater: SessionUpdater, loader: Loader, *, position: Position, steps: int
+    ) -> SharedBatches:
+        """Returns the batches of the next `steps` steps, which ranks take from one order; see `SharedBatches`.
+
+        Args:
+            updater: An updater with the schedule "ssp".
+            loader: The loader, the same on every rank. Batches are read when they are taken.
+            position: Where training is; `position` of the result is where it continues after the loop.
+            steps: The number of steps of all ranks together.
+
+        Raises:
+            UsageError: If the updater has another schedule, or the loader needs all ranks for each batch.
+        """
+        return SharedBatches(updater, loader, position=position, steps=steps, watch=self.world.inputs)
 
     def agreed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields `batches` with weights that do not count the damaged samples that any rank has skipped.

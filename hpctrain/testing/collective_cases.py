@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from hpctrain.comm import (
@@ -398,6 +399,35 @@ def case_two_levels_need_a_topology_of_all_ranks(world: World) -> None:
     topology = Topology.from_node_names(["a"] * (world.num_ranks + 1))
     error = raised_by(lambda: make_two_level(world, topology))
     assert isinstance(error, TopologyError)
+
+
+def case_remote_memory_is_written_and_counted_without_its_owner(world: World) -> None:
+    num_ranks, additions = world.num_ranks, 50
+    memory = world.remote_memory(128)
+    if memory is None:  # the backend has none
+        return
+    following = (world.rank + 1) % num_ranks
+    memory.put(following, offset=64, data=np.full(9, world.rank + 1, dtype=np.uint8))
+    memory.complete()
+    memory.store(following, offset=16, value=2**40 + world.rank)
+    memory.complete()
+    before = [memory.fetch_add(0, offset=0, value=1) for _ in range(additions)]
+    world.barrier()
+    memory.sync()
+    previous = (world.rank - 1) % num_ranks
+    arrived, word = memory.local[64:74].tolist(), int(memory.local[16:24].view(np.int64)[0])
+    read = np.zeros(9, dtype=np.uint8)
+    memory.get(following, offset=64, out=read)
+    memory.flush()
+    total = memory.fetch_add(0, offset=0, value=0)
+    numbers = all_gather_json(world, before)
+    world.barrier()
+    memory.close()
+    assert arrived == [previous + 1] * 9 + [0]
+    assert word == 2**40 + previous
+    assert read.tolist() == [world.rank + 1] * 9
+    assert total == num_ranks * additions
+    assert sorted(number for of_rank in numbers for number in of_rank) == list(range(num_ranks * additions))
 
 
 def all_cases() -> dict[str, Callable[[World], None]]:

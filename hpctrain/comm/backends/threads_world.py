@@ -385,10 +385,12 @@ class ThreadsWorld(Forwarding):
         )  # fmt: skip
 
     def remote_memory(self, num_bytes: int) -> RemoteMemory:
-        mine = np.zeros(num_bytes, dtype=np.uint8)
-        parts = self._rendezvous.exchange(place=self.rank, operation="remote_memory", value=mine)
+        mine = np.zeros(num_bytes, dtype=np.uint8), threading.Lock()
+        given = self._rendezvous.exchange(place=self.rank, operation="remote_memory", value=mine)
         self._rendezvous.wait()
-        return SharedRemoteMemory(parts=parts, rank=self.rank, barrier=self._group.barrier)
+        return SharedRemoteMemory(
+            parts=[part for part, _ in given], rank=self.rank, barrier=self._group.barrier, lock=given[0][1]
+        )
 
     def abort(self, exit_code: int) -> NoReturn:
         """Ends the waits of all ranks, raising LeftError; `run_threads` then raises the error class of `exit_code`."""

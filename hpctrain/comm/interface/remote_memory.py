@@ -1,14 +1,16 @@
-"""Memory of each rank that every other rank can read without its participation, through MPI's one-sided reads.
+"""Memory of each rank that every other rank can read and write without its participation: MPI's one-sided operations.
 
 The MPI backend passes the module and the communicator; nothing here imports mpi4py.
 
-Source: MPI 3.1 standard, sections 11.2.2 (MPI_Win_allocate) and 11.5.3 (passive target, MPI_Win_lock_all).
+Source: MPI 3.1 standard, sections 11.2.2 (MPI_Win_allocate), 11.3.4 (MPI_Fetch_and_op), 11.4 (the unified memory
+model), and 11.5.3 (passive target, MPI_Win_lock_all).
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
@@ -28,8 +30,13 @@ _PIECE_BYTES = 1 << 30
 class RemoteMemory(Protocol):
     """One rank's access to memory that is distributed over all ranks.
 
-    Each rank writes to `local`, then all ranks call `publish`; after that no rank may write. Several threads may call
-    `get` and `flush`.
+    Memory that is only read: each rank writes to `local`, then all ranks call `publish`, and then call `get`.
+
+    Memory that changes: ranks also call `put`, `store` and `fetch_add`, and write to `local`. A `get` of bytes that
+    change meanwhile may return old bytes and new ones; the callers must find out, for example by version numbers. An
+    aligned integer of 8 bytes is never torn. `sync` orders accesses to `local`.
+
+    Several threads may call the methods.
     """
 
     @property
@@ -49,6 +56,44 @@ class RemoteMemory(Protocol):
 
     def flush(self) -> None:
         """Waits until all copies that this rank has started are complete. Not collective."""
+
+    def put(self, rank: int, *, offset: int, data: NDArray[np.uint8]) -> None:
+        """Starts copying `data`, shape (n,), into the part of `rank`, from byte `offset` on. Not collective.
+
+        `data` must not change before `complete`. The other rank does not take part in the copy.
+        """
+
+    def complete(self) -> None:
+        """Waits until all that this rank has started is complete, also in the memory of the other ranks.
+
+        Not collective. What this rank starts afterwards takes effect later than what it has started before.
+        """
+
+    def store(self, rank: int, *, offset: int, value: int) -> None:
+        """Starts replacing the int64 at byte `offset`, a multiple of 8, of the part of `rank`. Not collective."""
+
+    def fetch_add(self, rank: int, *, offset: int, value: int) -> int:
+        """Adds `value` to the int64 at byte `offset`, a multiple of 8, of the part of `rank`. Not collective.
+
+        Returns the number from before the addition. Additions of several ranks take effect one after another.
+        """
+
+    def sync(self) -> None:
+        """Orders accesses to `local`: those before the call take effect before those after it. Not collective.
+
+        Also lets the library carry out what other ranks have started, if it needs this process for that.
+        """
+
+    def waits(self, what: str, *, place: int) -> None:
+        """Tells the watchdog that this rank waits for another rank. The time until `progressed` has a limit.
+
+        Args:
+            what: What the rank waits for, in words.
+            place: A number that does not decrease on any rank. A rank whose number is lower is named as late.
+        """
+
+    def progressed(self, *, place: int) -> None:
+        """Tells the watchdog that this rank does not wait, or has seen progress. place: see `waits`."""
 
     def close(self) -> None:
         """Frees the memory. Collective."""
@@ -78,7 +123,7 @@ class MpiRemoteMemory:
             raise CommunicationError(
                 f"MPI cannot make a window of {num_bytes / 1e6:.0f} MB for one-sided reads on rank {self._rank}: "
                 f"{error}. Open MPI 4 with threads supports them within a node and over InfiniBand or UCX, not over "
-                "TCP between nodes: do not use the memory store there"
+                "TCP between nodes: do not use the memory store or the schedule ssp there"
             ) from error
         empty = np.empty(0, dtype=np.uint8)
         self._local = np.frombuffer(self._window, dtype=np.uint8) if num_bytes else empty
@@ -147,6 +192,42 @@ class MpiRemoteMemory:
             # A read is complete when it is complete at the origin.
             self._window.Flush_local_all()
 
+    def put(self, rank: int, *, offset: int, data: NDArray[np.uint8]) -> None:
+        with self._reported(f"writing to rank {rank}"):
+            for start in range(0, len(data), _PIECE_BYTES):
+                piece = data[start : start + _PIECE_BYTES]
+                self._window.Put([piece, self._byte], rank, (offset + start, len(piece), self._byte))
+
+    def complete(self) -> None:
+        with self._reported("completing one-sided operations"):
+            self._window.Flush_all()
+
+    def store(self, rank: int, *, offset: int, value: int) -> None:
+        word = np.array([value], dtype=np.int64)
+        with self._reported(f"writing to rank {rank}"):
+            self._window.Accumulate(
+                [word, self._mpi.INT64_T], rank, (offset, 1, self._mpi.INT64_T), self._mpi.REPLACE
+            )
+            self._window.Flush_local(rank)  # `word` must live until then
+
+    def fetch_add(self, rank: int, *, offset: int, value: int) -> int:
+        word, before = np.array([value], dtype=np.int64), np.zeros(1, dtype=np.int64)
+        int64 = self._mpi.INT64_T
+        with self._reported(f"adding to memory of rank {rank}"):
+            self._window.Fetch_and_op([word, int64], [before, int64], rank, offset, self._mpi.SUM)
+            self._window.Flush(rank)
+        return int(before[0])
+
+    def sync(self) -> None:
+        self._window.Sync()
+        self._comm.Iprobe()  # lets MPI make progress, where the network needs this process for it
+
+    def waits(self, what: str, *, place: int) -> None:
+        """Does nothing: this memory has no watchdog."""
+
+    def progressed(self, *, place: int) -> None:
+        """Does nothing: this memory has no watchdog."""
+
     def close(self) -> None:
         with self._reported("closing remote memory"):
             self._window.Unlock_all()
@@ -169,15 +250,19 @@ def _free_bytes() -> int:
 class SharedRemoteMemory:
     """`RemoteMemory` for ranks in one process: threads, or a single rank."""
 
-    def __init__(self, *, parts: Sequence[NDArray[np.uint8]], rank: int, barrier: Any) -> None:
+    def __init__(
+        self, *, parts: Sequence[NDArray[np.uint8]], rank: int, barrier: Any, lock: Any = None
+    ) -> None:
         """Creates one rank's access.
 
         parts: memory of every rank.
         barrier: function that waits for all ranks.
+        lock: a lock that all ranks share; None for a single rank.
         """
         self._parts = parts
         self._rank = rank
         self._barrier = barrier
+        self._lock = lock or threading.Lock()
 
     @property
     def local(self) -> NDArray[np.uint8]:
@@ -191,6 +276,35 @@ class SharedRemoteMemory:
 
     def flush(self) -> None:
         """Does nothing: `get` has already copied the bytes."""
+
+    def put(self, rank: int, *, offset: int, data: NDArray[np.uint8]) -> None:
+        self._parts[rank][offset : offset + len(data)] = data
+
+    def complete(self) -> None:
+        """Does nothing: every operation is complete when it returns."""
+
+    def store(self, rank: int, *, offset: int, value: int) -> None:
+        with self._lock:
+            self._word(rank, offset)[0] = value
+
+    def fetch_add(self, rank: int, *, offset: int, value: int) -> int:
+        with self._lock:
+            word = self._word(rank, offset)
+            before = int(word[0])
+            word[0] = before + value
+        return before
+
+    def _word(self, rank: int, offset: int) -> NDArray[np.int64]:
+        return self._parts[rank][offset : offset + 8].view(np.int64)
+
+    def sync(self) -> None:
+        """Does nothing: Python's lock orders the accesses of threads."""
+
+    def waits(self, what: str, *, place: int) -> None:
+        """Does nothing: this memory has no watchdog."""
+
+    def progressed(self, *, place: int) -> None:
+        """Does nothing: this memory has no watchdog."""
 
     def close(self) -> None:
         self._barrier()

@@ -10,20 +10,16 @@ import contextlib
 import hashlib
 import secrets
 import socket
-import threading
-import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hpctrain.comm.collectives.activity import Section
 from hpctrain.comm.collectives.agreement import (
@@ -33,176 +29,25 @@ from hpctrain.comm.collectives.agreement import (
     describe_ranks,
     make_shared_folder,
 )
-from hpctrain.comm.interface.collective_files import CollectiveFiles, CollectiveWriter
+from hpctrain.comm.interface.collective_files import CollectiveFiles
 from hpctrain.comm.interface.communicator import Attributes, Collective, Forwarding, ReduceOp, World
 from hpctrain.comm.interface.remote_memory import RemoteMemory
-from hpctrain.comm.interface.transport import PeerMessages, Pending, Transport
+from hpctrain.comm.interface.transport import PeerMessages, Transport
 from hpctrain.comm.watchdog.board.node_files import WatchFolders, local_folder, local_parent, node_identity
 from hpctrain.comm.watchdog.board.rank_status import nodes_of_ranks
 from hpctrain.comm.watchdog.host_probe import ProbeTarget
+from hpctrain.comm.watchdog.monitored_objects import (
+    MonitoredFiles,
+    MonitoredMessages,
+    MonitoredRemoteMemory,
+    MonitoredTransport,
+)
 from hpctrain.comm.watchdog.operation_state import InputWaits, Track
 from hpctrain.comm.watchdog.section_limits import SectionLimits
 from hpctrain.comm.watchdog.timeout_report import exit_now
 from hpctrain.comm.watchdog.watcher import Watcher
 from hpctrain.errors import BufferMismatch
 from hpctrain.topology import Topology
-
-
-@final
-class MonitoredFiles:
-    """`CollectiveFiles` with a deadline for each read and for each collective step of a write."""
-
-    def __init__(self, inner: CollectiveFiles, *, track: Track) -> None:
-        self._inner = inner
-        self._track = track
-
-    def read(
-        self, path: Path, *, offsets: Sequence[int], lengths: Sequence[int], out: NDArray[np.uint8]
-    ) -> None:
-        with self._track.during("read", path.name, signature=f"read {path.name}"):
-            self._inner.read(path, offsets=offsets, lengths=lengths, out=out)
-
-    def writer(self, path: Path, *, hints: Mapping[str, str]) -> CollectiveWriter | None:
-        with self._track.during("open", path.name, signature=f"open {path.name}"):
-            inner = self._inner.writer(path, hints=hints)
-        return None if inner is None else MonitoredWriter(inner, track=self._track, name=path.name)
-
-    def close(self) -> None:
-        with self._track.during("close"):
-            self._inner.close()
-
-
-@final
-class MonitoredWriter:
-    """`CollectiveWriter` with a deadline for each collective step."""
-
-    def __init__(self, inner: CollectiveWriter, *, track: Track, name: str) -> None:
-        """Wraps `inner`.
-
-        name: name of the file, for messages.
-        """
-        self._inner = inner
-        self._track = track
-        self._name = name
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    def gather(self, mine: Sequence[int]) -> NDArray[np.int64]:
-        with self._track.during("write", self._name, signature=f"write {self._name}"):
-            return self._inner.gather(mine)
-
-    def write(self, data: NDArray[np.uint8], *, offset: int) -> int:
-        return self._inner.write(data, offset=offset)
-
-    def exchange(self, outgoing: Sequence[Sequence[tuple[int, memoryview]]]) -> list[tuple[int, memoryview]]:
-        with self._track.during("write", self._name, signature=f"write {self._name}"):
-            return self._inner.exchange(outgoing)
-
-    def sync(self) -> None:
-        with self._track.during("sync", self._name, signature=f"sync {self._name}"):
-            self._inner.sync()
-
-    def close(self) -> None:
-        with self._track.during("close", self._name, signature=f"close {self._name}"):
-            self._inner.close()
-
-
-@final
-class MonitoredMessages:
-    """`PeerMessages` with a deadline, which runs while a thread waits for a message."""
-
-    def __init__(self, inner: PeerMessages, *, track: Track) -> None:
-        self._inner = inner
-        self._track = track
-        # A track holds one operation: of several threads that wait, one after another is watched.
-        self._watched = threading.Lock()
-
-    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
-        return self._inner.send(buffer, to=to, tag=tag)
-
-    def receive(self, buffer: torch.Tensor, *, source: int | None, tag: int) -> Pending:
-        return self._inner.receive(buffer, source=source, tag=tag)
-
-    def finished(self, pending: Pending) -> bool:
-        return self._inner.finished(pending)
-
-    def wait(self, pending: Pending, *, what: str) -> None:
-        if self._inner.finished(pending):
-            return
-        if not self._watched.acquire(blocking=False):
-            self._inner.wait(pending, what=what)
-            return
-        try:
-            with self._track.during("message", what):
-                self._inner.wait(pending, what=what)
-        finally:
-            self._watched.release()
-
-    def source_of(self, pending: Pending) -> int:
-        return self._inner.source_of(pending)
-
-    def close(self) -> None:
-        self._inner.close()
-        self._track.closed = True
-
-
-@final
-class MonitoredTransport:
-    """`Transport` with a time limit for operations in flight that make no progress; any progress restarts the timer."""
-
-    def __init__(self, inner: Transport, *, track: Track) -> None:
-        self._inner = inner
-        self._track = track
-
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def topology(self) -> Topology:
-        return self._inner.topology
-
-    def send(self, buffer: torch.Tensor, *, to: int, tag: int) -> Pending:
-        return self._inner.send(buffer, to=to, tag=tag)
-
-    def receive(self, buffer: torch.Tensor, *, source: int, tag: int) -> Pending:
-        return self._inner.receive(buffer, source=source, tag=tag)
-
-    def all_done(self, pending: Sequence[Pending]) -> bool:
-        return self._inner.all_done(pending)
-
-    def share(self, num_bytes: int) -> list[torch.Tensor]:
-        with self._track.during("share", f"({num_bytes} bytes here)"):
-            return self._inner.share(num_bytes)
-
-    def fence(self) -> None:
-        self._inner.fence()
-
-    def begun(self, what: str) -> None:
-        self._track.operation, self._track.detail = "reduce", what
-        self._track.sequence += 1
-        self._track.since = None
-        self._inner.begun(what)
-
-    def waits(self, what: str) -> None:
-        if self._track.since is None:
-            self._track.detail = what
-            self._track.since = time.monotonic()
-        self._inner.waits(what)
-
-    def progressed(self) -> None:
-        self._track.since = None
-        self._inner.progressed()
-
-    def close(self) -> None:
-        with self._track.during("close"):
-            self._inner.close()
-
-
-# Wrapper that adds a deadline to any communicator.
-
 
 # Longer lists of counts are compared by a checksum.
 _COUNTS_SHOWN = 16
@@ -568,12 +413,17 @@ class Monitored(Forwarding):
     def remote_memory(self, num_bytes: int) -> RemoteMemory | None:
         """Returns memory that all ranks can read; see `World.remote_memory`. Collective.
 
-        The deadline applies to the creation of the memory. It does not apply to reads, since no other rank takes part
-        in a read.
+        The deadline applies to the creation of the memory, and to the waits of which the caller says so (`waits`). It
+        does not apply to reads and writes, since no other rank takes part in them.
         """
         with self._watcher.during(self._track, "remote_memory", signature="remote_memory"):
             self._all.agree("remote_memory")
-            return self._world.remote_memory(num_bytes)
+            inner = self._world.remote_memory(num_bytes)
+        self._num_made += 1
+        if inner is None:
+            return None
+        track = self._watcher.track(group=f"remote memory {self._num_made}", members=self.members)
+        return MonitoredRemoteMemory(inner, track=track)
 
     def abort(self, exit_code: int) -> None:
         self._watcher.end()

@@ -6,8 +6,8 @@ The words are the same in a recipe and in `Session.distributed_optimizer(..., sc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, TypeAlias
 
 from hpctrain.errors import UsageError
@@ -102,10 +102,80 @@ class Daso:
         _check_wire(self, self.wire)
 
 
-Schedule: TypeAlias = LocalSgd | DiLoCo | Daso
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adasum:
+    """Adasum: in each step the ranks' gradients are combined by a rule that adds what differs instead of by a mean.
 
-METHODS: Mapping[str, type[LocalSgd] | type[DiLoCo] | type[Daso]] = {
-    kind.METHOD: kind for kind in (LocalSgd, DiLoCo, Daso)
+    Gradients are combined before the optimizer's step, for each parameter by itself; see `hpctrain.reduce.adasum`.
+
+    Source: Maleki et al. 2020, arXiv:2006.02924.
+
+    Attributes:
+        within_node: What happens within a node. "adasum": the gradients of all ranks are combined by Adasum, as
+            Horovod does on CPUs. "mean": the ranks of a node average their gradients, and Adasum combines the means of
+            the nodes, as Horovod does with NCCL.
+    """
+
+    METHOD: ClassVar[str] = "adasum"
+
+    within_node: str = "adasum"
+
+    def __post_init__(self) -> None:
+        if self.within_node not in ("adasum", "mean"):
+            raise UsageError(
+                f"{_of(self, 'within_node')} is {self.within_node!r}: choose 'adasum', which combines the gradients of "
+                "all ranks, or 'mean', which averages within a node first"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ssp:
+    """Bounded staleness (stale synchronous parallel): ranks read parameters from servers, which may lag by some steps.
+
+    Each server holds a part of the parameters and of the optimizer's state. A rank that computes for step c (its
+    clock) reads parameters that contain the updates of all steps up to c - staleness - 1 of every rank.
+
+    Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS.
+
+    Attributes:
+        staleness: How many steps may be missing from the parameters that are read. 0: synchronous training. "any": no
+            rank waits for another, and the servers step after each global batch of samples that has arrived.
+        servers: World ranks that only serve; the other ranks only train. "all": every rank serves a part and trains.
+    """
+
+    METHOD: ClassVar[str] = "ssp"
+
+    staleness: int | str
+    servers: str | tuple[int, ...] = "all"
+
+    def __post_init__(self) -> None:
+        staleness, servers = self.staleness, self.servers
+        if staleness != "any" and not (_is_index(staleness)):
+            raise UsageError(
+                f"{_of(self, 'staleness')} is {staleness!r}: give a number of steps of 0 or more, or 'any'"
+            )
+        valid = servers == "all" or (
+            isinstance(servers, tuple) and len(servers) and all(map(_is_index, servers))
+        )
+        if not valid or (servers != "all" and len(set(servers)) < len(servers)):
+            raise UsageError(
+                f"{_of(self, 'servers')} is {servers!r}: give 'all', or a list of different ranks such as [0]"
+            )
+
+
+Schedule: TypeAlias = LocalSgd | DiLoCo | Daso | Adasum | Ssp
+# Schedules with local steps: the ranks update parameters alone between two synchronisations.
+LocalSteps: TypeAlias = LocalSgd | DiLoCo | Daso
+
+METHODS: Mapping[str, type[Schedule]] = {kind.METHOD: kind for kind in (LocalSgd, DiLoCo, Daso, Adasum, Ssp)}
+
+# The types of a table's values, by the annotation of the key.
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "int | str": (int, str),
+    "str | tuple[int, ...]": (str, tuple, list),
 }
 
 
@@ -119,7 +189,7 @@ def parse_schedule(given: Schedule | Mapping[str, Any] | None) -> Schedule | Non
     Raises:
         UsageError: The method or a key is unknown, a key is missing, or a value is out of its range.
     """
-    if given is None or isinstance(given, LocalSgd | DiLoCo | Daso):
+    if given is None or isinstance(given, LocalSgd | DiLoCo | Daso | Adasum | Ssp):
         return given
     if not isinstance(given, Mapping):
         raise UsageError(
@@ -136,13 +206,14 @@ def parse_schedule(given: Schedule | Mapping[str, Any] | None) -> Schedule | Non
         raise UsageError(
             f"schedule {method}: there is no key {', '.join(unknown)}; valid here: method, {', '.join(valid)}"
         )
-    if "every" not in settings:
-        raise UsageError(f"schedule {method}: every is missing, the number of steps between synchronisations")
+    missing = [name for name, field in valid.items() if field.default is MISSING and name not in settings]
+    if missing:
+        raise UsageError(f"schedule {method}: {missing[0]} is missing; see the reference of recipes")
     for key, value in settings.items():
-        kinds = {"int": int, "float": (int, float), "str": str}[str(valid[key].type)]
-        if not isinstance(value, kinds) or isinstance(value, bool):  # type: ignore[arg-type]
+        if not isinstance(value, _TYPES[str(valid[key].type)]) or isinstance(value, bool):
             raise UsageError(f"schedule {method}: {key} is {value!r}: give a value of type {valid[key].type}")
-    return kind(**settings)
+    make: Callable[..., Schedule] = kind
+    return make(**{k: tuple(value) if isinstance(value, list) else value for k, value in settings.items()})
 
 
 def table_of(schedule: Schedule) -> dict[str, Any]:
@@ -152,6 +223,10 @@ def table_of(schedule: Schedule) -> dict[str, Any]:
 
 def _of(schedule: Schedule, key: str) -> str:
     return f"schedule {schedule.METHOD}: {key}"
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_steps(schedule: Schedule, *, every: int, from_step: int) -> None:

@@ -23,7 +23,7 @@ from hpctrain.reduce.data_parallel.parameter_checks import check_open, trainable
 from hpctrain.reduce.schedules.outer_optimizer import OuterOptimizer
 from hpctrain.reduce.schedules.parameter_average import NormStatistics, ParameterAverage
 from hpctrain.reduce.schedules.rounds import Rounds, StepKind
-from hpctrain.reduce.schedules.schedule import Daso, DiLoCo, Schedule, table_of
+from hpctrain.reduce.schedules.schedule import Daso, DiLoCo, LocalSteps, table_of
 from hpctrain.reduce.schedules.worker_rows import WorkerPlace, WorkerRows, WorkerState
 from hpctrain.reduce.watch.step_watch import Watched
 
@@ -88,7 +88,7 @@ class ScheduledUpdater(Watched):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        schedule: Schedule,
+        schedule: LocalSteps,
         comm: Collective,
         place: WorkerPlace,
         share: float,
@@ -132,7 +132,7 @@ class ScheduledUpdater(Watched):
         return self._optimizer
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> LocalSteps:
         return self._schedule
 
     @property

@@ -31,6 +31,7 @@ class OwnedParts:
     """Replaces each parameter of the optimizer by this rank's part of the parameter, until `release`.
 
     optimizer_step: makes the steps of `optimizer`.
+    copied: True if the parts have memory of their own, which steps of the optimizer change instead of the model's.
     gradients: for each bucket, the tensor that receives this rank's share of the summed gradients: shape (share,),
     zeroed, in host memory.
     """
@@ -43,6 +44,7 @@ class OwnedParts:
         plan: BucketDivision,
         rank: int,
         optimizer_step: OptimizerStep,
+        copied: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._optimizer_step = optimizer_step
@@ -60,7 +62,7 @@ class OwnedParts:
         self.parts = []
         for index, parameter in enumerate(parameters):
             begin, end = ranges.get(index, (0, 0))
-            self.parts.append(hold_elements(parameter, begin=begin, end=end).part)
+            self.parts.append(hold_elements(parameter, begin=begin, end=end, copied=copied).part)
             if index in self._views:
                 self._views[index] = self._views[index].view(self.parts[index].shape).data
         self._usual_references = max(map(self._references, self._views), default=0)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from hpctrain.errors import UsageError
 from hpctrain.reduce import AUTO, Schedule, needs_feedback, parse_schedule
+from hpctrain.run.recipe.parallel_schema import ParallelSection
 from hpctrain.run.recipe.sections import RecipeSection
 
 _EVERY = "Number of steps from one synchronisation to the next."
@@ -71,9 +72,46 @@ class DasoSection(_Schedule):
     wire: str = Field("fp32", description=_WIRE)
 
 
+class AdasumSection(_Schedule):
+    """Adasum: in each step gradients are combined by a rule that adds what differs, instead of by a mean."""
+
+    method: Literal["adasum"]
+    within_node: Literal["adasum", "mean"] = Field(
+        "adasum",
+        description="`adasum`: the gradients of all ranks are combined by Adasum. `mean`: the ranks of a node average "
+        "their gradients, and Adasum combines the means of the nodes.",
+    )
+
+
 ScheduleSection: TypeAlias = Annotated[
-    LocalSgdSection | DiLoCoSection | DasoSection, Field(discriminator="method")
+    LocalSgdSection | DiLoCoSection | DasoSection | AdasumSection, Field(discriminator="method")
 ]
+
+
+def check_adasum(schedule: ScheduleSection, *, parallel: ParallelSection, algorithm: str, wire: str) -> None:
+    """Raises ValueError if `schedule` is Adasum, and settings of other sections cannot be combined with it.
+
+    Args:
+        parallel: The section `[parallel]`.
+        algorithm: The value of `reduction.algorithm`.
+        wire: The value of `reduction.wire`.
+    """
+    if not isinstance(schedule, AdasumSection):
+        return
+    what = "reduction.schedule = 'adasum' cannot be combined with"
+    usual = ParallelSection()
+    split = [k for k in ("shard", "tensor", "pipeline") if getattr(parallel, k) != getattr(usual, k)]
+    if split:
+        raise ValueError(
+            f"{what} parallel.{split[0]} = {getattr(parallel, split[0])!r}: Adasum needs the whole gradient of each "
+            "parameter on every rank; leave one of them out"
+        )
+    if algorithm != "auto" or wire != "fp32":
+        key = f"algorithm = {algorithm!r}" if algorithm != "auto" else f"wire = {wire!r}"
+        raise ValueError(
+            f"{what} reduction.{key}, which is for sums: Adasum sends float32 between all ranks, or between nodes with "
+            "within_node = 'mean'; leave it out"
+        )
 
 
 def check_schedule(
@@ -87,6 +125,8 @@ def check_schedule(
         wire: The value of `reduction.wire`.
         ema: The value of `optimizer.ema`.
     """
+    if isinstance(schedule, AdasumSection):
+        return  # see `check_adasum`
     asked = f"reduction.schedule = {schedule.method!r} cannot be combined with"
     if shard != "none":
         raise ValueError(

@@ -14,7 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.reduce import AUTO, AUTO_WIRES, WIRE_FORMATS, find_wire, listed_wires, wire_names
 from hpctrain.run.compute.device_names import DEVICE_NAMES
 from hpctrain.run.recipe.parallel_schema import ParallelSection, check_enough_samples, check_parallel
-from hpctrain.run.recipe.schedule_schema import ScheduleSection, check_schedule
+from hpctrain.run.recipe.schedule_schema import ScheduleSection, check_adasum, check_schedule
 from hpctrain.run.recipe.sections import (
     CheckpointSection,
     GuardsSection,
@@ -427,6 +427,10 @@ class Recipe(RecipeSection):
             check_schedule(
                 self.reduction.schedule, shard=self.parallel.shard, sync_batch_norm=self.reduction.sync_batch_norm,
                 wire=self.reduction.wire, ema=self.optimizer.ema,
+            )  # fmt: skip
+            check_adasum(
+                self.reduction.schedule, parallel=self.parallel, algorithm=self.reduction.algorithm,
+                wire=self.reduction.wire,
             )  # fmt: skip
         if self.run.compile:
             self._check_compiled()

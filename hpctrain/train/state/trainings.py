@@ -15,7 +15,14 @@ from hpctrain.comm import Collective, agreed
 from hpctrain.data import ORDER_NAME, Loader, Sequential
 from hpctrain.distributed import is_sharded, pipeline_of
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.reduce import AllReduceUpdater, ScheduledUpdater, SparseUpdater, SplitModelUpdater, ZeroUpdater
+from hpctrain.reduce import (
+    AllReduceUpdater,
+    ScheduledUpdater,
+    SparseUpdater,
+    SplitModelUpdater,
+    SspUpdater,
+    ZeroUpdater,
+)
 from hpctrain.topology import Axis
 from hpctrain.train.state.also import Stateful, check_also, check_same_on_ranks
 from hpctrain.train.state.optimizer_state import Options, options_of, parameters_outside
@@ -47,7 +54,7 @@ def data_identity(loader: Loader, *, fingerprint: str | None) -> dict[str, Any]:
 
 
 SessionUpdater: TypeAlias = (
-    AllReduceUpdater | ZeroUpdater | SplitModelUpdater | SparseUpdater | ScheduledUpdater
+    AllReduceUpdater | ZeroUpdater | SplitModelUpdater | SparseUpdater | ScheduledUpdater | SspUpdater
 )
 
 

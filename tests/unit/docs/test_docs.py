@@ -155,6 +155,8 @@ def test_the_python_of_the_own_loop_guide_runs(tmp_path: Path) -> None:
         ("checkpoint-commands", 1, lambda names: names["copied"].path.is_dir()),
         ("data", 4, lambda names: names["place"] == 64),
         ("data-order", 1, lambda names: names["first"].epoch == 2),
+        ("adasum", 1, lambda names: names["updater"].state()["order"] is None),
+        ("parameter-server", 2, lambda names: names["position"].step == 20),
     ],
 )
 def test_the_python_of_the_guide_runs(

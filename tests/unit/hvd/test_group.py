@@ -11,52 +11,11 @@ from hpctrain.errors import BufferMismatch
 from hpctrain.hvd.asynchronous import start_all_reduce
 from hpctrain.hvd.errors import HorovodInternalError
 from hpctrain.hvd.group import Group, join_all
-from hpctrain.hvd.reductions import Adasum, Average, Max, Sum, adasum
+from hpctrain.hvd.reductions import Adasum, Average, Max, Sum
 
 
 def make_group(world: World) -> Group:
     return Group(world.duplicate(), name="all ranks")
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("sizes", [[1], [3, 1, 0, 20, 5], [400]])
-def test_adasum_is_the_tree_of_pairs(num_ranks: int, sizes: list[int]) -> None:
-    """Each tensor by itself, however the ranks' slices cut the buffer; the same bits on every rank."""
-
-    def part(rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(rank)
-        return torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
-
-    def rank_main(world: World) -> torch.Tensor:
-        flat = part(world.rank)
-        adasum(world.duplicate(), flat, sizes=sizes)
-        return flat
-
-    def combined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a * (1 - a @ b / (2 * a @ a)) + b * (1 - a @ b / (2 * b @ b)) if len(a) else a
-
-    def tree(parts: list[torch.Tensor]) -> torch.Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        pairs = [combined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
-        return tree(pairs + parts[2 * len(pairs) :])
-
-    expected = torch.cat(
-        [tree([part(r).split(sizes)[i] for r in range(num_ranks)]) for i in range(len(sizes))]
-    )
-    found = run_threads(num_ranks, rank_main)
-    for flat in found:
-        torch.testing.assert_close(flat, expected, rtol=1e-12, atol=1e-12)
-        assert torch.equal(flat, found[0])
-
-
-def test_adasum_of_zeros_is_the_other_tensor() -> None:
-    def rank_main(world: World) -> list[float]:
-        flat = torch.arange(4.0) * world.rank
-        adasum(world.duplicate(), flat, sizes=[4])
-        return flat.tolist()
-
-    assert run_threads(2, rank_main) == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
 @pytest.mark.parametrize(
