@@ -484,7 +484,7 @@ def make_reduction(
         }  # fmt: skip
         return Reduction(
             reducer=maker.make_adasum(plan.adasum), wire="fp32", bucket_bytes=bucket_bytes, overlap=overlap,
-            oversubscribed=oversubscribed, record=record,
+            record=record,
         )  # fmt: skip
     if shard != "none" and world.num_ranks > 1:
         wire = "fp32" if plan.wire == AUTO else plan.wire

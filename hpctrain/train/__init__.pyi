@@ -13,8 +13,8 @@ from .loop.settings import (
     LoopSettings as LoopSettings,
     Totals as Totals,
 )
-from .loop.state_keeper import StateKeeper as StateKeeper, why_not_kept as why_not_kept
 from .loop.shared_batches import SharedBatches as SharedBatches
+from .loop.state_keeper import StateKeeper as StateKeeper, why_not_kept as why_not_kept
 from .loop.stopping import EarlyEnd as EarlyEnd, EndReason as EndReason
 from .loop.training import (
     LIMITS_FILE as LIMITS_FILE,

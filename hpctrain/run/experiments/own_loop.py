@@ -111,7 +111,6 @@ class LoopSubject:
         return LoopTrial(self, session, setting)
 
 
-@final
 def rows_of(batch: Any) -> BatchRows:
     """Returns the samples of a batch of a user's loop. Their indices are known only for a `Batch` of hpctrain."""
     fields = as_fields(batch)
@@ -124,6 +123,7 @@ def rows_of(batch: Any) -> BatchRows:
     return BatchRows(indices=indices, hashes=row_hashes(fields, num_rows), not_finite=not_finite)
 
 
+@final
 class LoopTrial:
     """A short run of a user's training loop for comparison (`Trial`)."""
 
