@@ -384,8 +384,7 @@ def export_dcp(
         directory: The new directory; it must not exist, or be empty.
         comm: The ranks that share the work.
         weights: Write only the model, under the keys of its own state dict, and nothing else.
-        under: Keys joined by dots that are put before every key, such as "app" for a state dict {"app": {"model":
-            ...}}.
+        under: Keys joined by dots that are put before every key, as "app" for a state dict {"app": {"model": ...}}.
         progress: Called with the number of bytes of this rank's share written so far, and with the size of the
             share.
 
@@ -461,10 +460,7 @@ def _objects(checkpoint: Checkpoint) -> list[tuple[names.Path, Any]]:
 
 
 def _value(encoded: Any) -> Any:
-    """Returns the Python value that `encoded`, JSON in a checkpoint's document, stands for.
-
-    If the JSON refers to tensors, returns the JSON itself.
-    """
+    """Returns the value that `encoded` (JSON of a document) stands for, or `encoded` itself if it refers to tensors."""
     try:
         return decode(encoded, get=get_inline, where="the document")
     except CheckpointError:
@@ -502,10 +498,7 @@ def _write(
     comm: Collective,
     progress: Callable[[int, int], None],
 ) -> list[tuple[int, int]]:
-    """Writes this rank's archives to one file, and returns the offset and the length of each in bytes.
-
-    `units` contains the contents of all ranks' archives.
-    """
+    """Writes this rank's archives, of all in `units`, to one file. Returns the offset and length in bytes of each."""
     mine = units[comm.rank :: comm.num_ranks]
     total = sum(_num_bytes(unit) for unit in mine)
     done, places = 0, []

@@ -80,8 +80,7 @@ class InProgress:
     """Records which thread is making which batch, for messages about a batch that takes too long. Thread-safe.
 
     `where` takes the identifier of a thread and returns the process in which the thread's batch is transformed, in
-    words, or "" if the thread itself transforms the batch. `watch` is informed of each step (`stage`) that runs in this
-    process.
+    words, or "" if the thread itself transforms the batch. `watch` is informed of each step in this process.
     """
 
     def __init__(self, where: Callable[[int], str], *, watch: InputWatch | None = None) -> None:
@@ -91,10 +90,7 @@ class InProgress:
 
     @contextlib.contextmanager
     def stage(self, plan: BatchPlan, text: str, *, reads: bool) -> Iterator[None]:
-        """Returns a context in which this thread does what `text` says for the batch of `plan`.
-
-        `reads` is True if the thread reads samples, False if it transforms the batch.
-        """
+        """Returns a context for work on the batch of `plan`, named by `text`. reads: True if samples are read in it."""
         thread = threading.get_ident()
         self._stages[thread] = _Stage(
             plan=plan, text=text, thread=thread, reads=reads, since=time.monotonic()
@@ -184,10 +180,7 @@ class LoaderState:
         return cls(**values)
 
     def check_fits(self, *, order: str, num_samples: int) -> None:
-        """Raises DataError if the state was saved with another sample order, or another number of samples.
-
-        `order` and `num_samples` are those of the loader that is to resume; `order` is a name (`OrderSpec.name`).
-        """
+        """Raises DataError unless the state is of the order with the name `order`, and of `num_samples` samples."""
         if self.order != order:
             raise DataError(
                 f"the state was saved with order {self.order!r}, this loader has {order!r}, in which the same position "
@@ -399,8 +392,7 @@ class Loader:
             epoch: Number of the epoch, from 0.
             start: Position of the first batch: the number of samples of the epoch that all ranks together have
                 consumed before.
-            every: With the value n the iterator returns only each n-th batch, beginning with the batch at `start`. So n
-                readers can share an epoch.
+            every: With the value n, every n-th batch is returned from `start` on, so that n readers share an epoch.
 
         Returns:
             The iterator.
@@ -450,11 +442,7 @@ class Loader:
         self._threads = [threads for threads in self._threads if not threads.have_ended]
 
     def _source(self, plan: EpochPlan) -> Prefetch[Batch] | InStep[Batch]:
-        """Returns an iterator over the batches of `plan`: an `InStep` if the dataset is collective, else a `Prefetch`.
-
-        A `Prefetch` makes batches in advance, in threads that start at once. An `InStep` makes each batch when it is
-        requested.
-        """
+        """Returns an iterator over the batches of `plan`. Unless the dataset is collective, threads start at once."""
         read_ahead = read_ahead_for(self.dataset, plan.order, start=plan.start)
         order = ahead_for(plan.order, num_ranks=self.num_ranks)
 
@@ -493,10 +481,7 @@ class Loader:
         return iter(self.epoch(self.current_epoch, start=self.position))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the loader's position in the data, after the last returned batch, as JSON values.
-
-        The result is the same on every rank.
-        """
+        """Returns the position after the last returned batch, as JSON values that are the same on every rank."""
         return LoaderState(
             order=self.order.name,
             num_samples=self.dataset.num_samples,
@@ -529,10 +514,7 @@ class Loader:
         return self.batches_per_epoch
 
     def prefetch_bound(self) -> ByteBound[Batch]:
-        """Returns the limit on the total size of the batches that are ready or being made.
-
-        With a transform the expected size of a batch is None, since it is unknown until the first batch is made.
-        """
+        """Returns the limit on prefetched bytes. With a transform the expected size of a batch is unknown at first."""
         copies = 0 if self._transformer is None else self._transformer.input_copies
         return ByteBound(
             max_bytes=self.prefetch_bytes,

@@ -94,9 +94,8 @@ def _write_dataset(
     Args:
         directory: Directory of the new dataset.
         maker: Makes the shards of this rank.
-        plan: Everything that determines the content of the shards, apart from `options` and `windows`. With
-            `Existing.RESUME` a finished dataset is kept if the plan and its manifest have the same values for the keys
-            that both contain.
+        plan: What determines the content of the shards, apart from `options` and `windows`. With `Existing.RESUME` a
+            finished dataset is kept if its manifest has the same values for the keys that both contain.
         options: Options of the packing.
         windows: How a token stream is cut into windows; None: the samples are not token windows.
         window_starts: Index of the first token of each window within the window's shard: int64, shape (num_samples,).
@@ -189,8 +188,7 @@ def pack_arrays(
         block_bytes: Size of the hashed blocks, in bytes.
         compression: How the shards are compressed; None: not at all.
         attributes: Facts to record in the manifest as JSON values, such as the number of classes.
-        existing: What to do if the directory already contains a dataset: refuse, replace it, or resume (see
-            `Existing`).
+        existing: What to do if the directory already contains a dataset: refuse, replace it, or resume.
         progress: Called on rank 0 with the number of samples packed so far, and with their total number. None: not
             called.
         comm: The ranks that share the work; None: only this process.
@@ -216,10 +214,7 @@ def pack_arrays(
 
 
 def pack_rows(directory: Path | str, rows: SampleRows, *, options: PackOptions) -> Manifest:
-    """Packs the samples of `rows`, a source that is read by position, and returns the manifest.
-
-    Arguments and errors are those of `pack_arrays`. Collective over `options.ranks`.
-    """
+    """Packs the samples of `rows`, which are read by position, as `pack_arrays` does. Returns the manifest."""
     comm, shard_samples = options.ranks, options.shard_samples
     fields, identity = agreed(comm, lambda: (rows.fields, rows.identity), os_error=DataError)
     if shard_samples is None:
@@ -281,8 +276,7 @@ def pack_tokens(
     Raises:
         DataError: If the stream is shorter than one window, if tokens do not fit the dtype, or if a file cannot be
             written.
-        UsageError: If the directory contains files, and `existing` does not allow to pack into it. Also if a size is
-            invalid.
+        UsageError: If `existing` does not allow to pack into a directory with files, or if a size is invalid.
     """
     check_token_dtype(dtype)
     windows = _windows(window=window, stride=stride)
@@ -302,9 +296,7 @@ def pack_tokens(
         ),
         windows=windows,
         stream_tokens=lambda: stream.read_tokens,
-        nothing=lambda: (
-            f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}: choose shorter windows"
-        ),
+        nothing=lambda: f"the stream has {stream.read_tokens} tokens, one window takes {window + 1}",
     )
 
 
@@ -401,8 +393,7 @@ def pack_iterator(
     Raises:
         DataError: On all ranks, if samples differ in fields, dtype or shape, if an iterator raises an error, or if a
             file cannot be written.
-        UsageError: On all ranks, if the directory contains files, and `existing` does not allow to pack into it. Also
-            if a size is invalid.
+        UsageError: As of `pack_arrays`, on all ranks.
     """
     options = PackOptions(
         shard_bytes=shard_bytes,
@@ -579,10 +570,7 @@ def pack_source(
 
 
 def _num_classes(fields: Mapping[str, FieldSpec]) -> dict[str, JsonValue]:
-    """Returns {"num_classes": n} if exactly one field has names of classes, n of them; else {}.
-
-    The result is added to the attributes of the dataset. Training tasks read it there.
-    """
+    """Returns the dataset's attribute `num_classes`, which tasks read, if one field has class names; else {}."""
     counts = [len(spec.classes) for spec in fields.values() if spec.classes]
     return {"num_classes": counts[0]} if len(counts) == 1 else {}
 
@@ -598,10 +586,7 @@ def _compression(
 
 
 def _check(out: Path, *, directories: list[Path], existing: Existing) -> None:
-    """Raises UsageError if datasets must not be written to `directories`, because of files that exist already.
-
-    `out` is one of the directories or contains all of them. Call this before any of them is changed.
-    """
+    """Raises UsageError if `directories`, in `out`, have files that forbid packing. Call it before anything changes."""
     if out not in directories and out.is_dir():
         foreign = sorted(child.name for child in out.iterdir() if child not in directories)
         if foreign:

@@ -188,8 +188,7 @@ class Positions:
 
     by_rank: position of each rank that has written a file, except of ranks on silent nodes. The time `written` of each
     position is converted to the reader's clock.
-    silent_nodes: the silent nodes are those without a recent file. For each, the age in seconds of its last file; None
-    if there is no file.
+    silent_nodes: nodes without a recent file, with the age in seconds of the last file; None if there is no file.
     unread_nodes: indices of the nodes whose file could not be read in time.
     reached: reached[a][b] is True if host b answered a probe from host a.
     """
@@ -509,10 +508,7 @@ _COMPARISONS = 3  # per operation, since ranks enter it and renew their files at
 
 @dataclass(slots=True)
 class ComparisonSchedule:
-    """Decides when it is checked whether all ranks have passed equal arguments to an operation that takes long.
-
-    timeout_s: time limit of an operation in seconds.
-    """
+    """Decides when the ranks' arguments of a long operation are compared. timeout_s: time limit of an operation."""
 
     timeout_s: float
     _after_s: float = field(init=False)
@@ -524,8 +520,7 @@ class ComparisonSchedule:
     def due(self, positions: Iterable[RankPosition]) -> dict[str, int]:
         """Returns the communicators for whose current operation the ranks' arguments must be compared now.
 
-        The key is the name of the communicator; the value is the number of comparisons of the same operation that
-        remain afterwards.
+        Maps each communicator's name to the number of comparisons of the same operation that remain afterwards.
 
         positions: what each rank of one node is doing.
         """
