@@ -174,11 +174,11 @@ class ParallelMesh:
 
     @classmethod
     def plan(cls, topology: Topology, *, pipeline: int = 1, tensor: int = 1) -> ParallelMesh:
-        """Arranges the ranks on the four axes.
+        """Arranges the ranks on the axes pipeline x node x local x tensor.
 
-        A tensor group consists of adjacent ranks of one node, and a pipeline stage of consecutive ranks. The `node`
-        axis has size 1, with all data-parallel ranks of a stage on the `local` axis, if the nodes have different
-        numbers of ranks, or if the ranks of a stage cannot be divided evenly over whole nodes or equal parts of a node.
+        A tensor group consists of adjacent ranks of one node, and a pipeline stage of consecutive ranks. The
+        data-parallel ranks of a stage are on the axes `node` and `local`. The `node` axis has size 1 if the nodes have
+        different numbers of ranks, or if a stage fills neither whole nodes nor an equal part of one node.
 
         Raises TopologyError if `pipeline` or `tensor` is less than 1, if `tensor` does not divide the number of ranks
         on each node, or if `pipeline` * `tensor` does not divide the number of all ranks.

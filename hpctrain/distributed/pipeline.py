@@ -111,9 +111,9 @@ def divide_into_stages(model: nn.Module, layers: Sequence[nn.Module], *, num_sta
 
 
 def check_held_by_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raises UsageError if a module outside `layers` holds a parameter directly.
+    """Raises UsageError if any parameter of `model` belongs to a module outside `layers`, not to one of its submodules.
 
-    Sharding replaces parameters in the layers; such a module would keep the old parameter.
+    Sharding replaces parameters in the layers only; a module outside would keep the parameters that it had.
     """
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module_name, module in model.named_modules():

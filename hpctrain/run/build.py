@@ -434,7 +434,9 @@ def checkpoint_directory(recipe: Recipe) -> Path:
 
 
 def reduction_plan(recipe: Recipe) -> ReductionRequest:
-    """Returns the reduction that the section [reduction] asks for; with a schedule, the reduction of its averages.
+    """Returns the reduction that the section [reduction] asks for.
+
+    With `reduction.schedule`, such as local SGD, this is the reduction that averages parameters.
 
     If the section fixes only the algorithm, the wire format is chosen by measurement; if it fixes only the wire format,
     the algorithm is chosen by measurement.

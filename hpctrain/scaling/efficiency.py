@@ -138,13 +138,13 @@ def efficiency_from(
     ranks: int,
     samples: int,
 ) -> Efficiency:
-    """Returns the efficiency of `steps` steps of `ranks` ranks.
+    """Divides the time of `steps` steps of `ranks` ranks into parts, whose shares are the efficiencies.
 
     Args:
         seconds: The recorded seconds, summed over ranks and steps, by the names in `PART_KEYS`.
         own_s: The ranks' own time (without communication), summed over ranks and steps.
-        largest_s: The own time of the slowest rank, summed over the steps.
-        ideal_s: The largest own time in each step, including pipeline bubbles, summed over the steps.
+        largest_s: The own time of one rank, summed over the steps: of the rank for which this sum is largest.
+        ideal_s: In each step the longest own time of any rank, including pipeline bubbles, summed over the steps.
     """
     mean = {name: seconds[name] / (steps * ranks) for name in PART_KEYS}
     own = {"mean": own_s / (steps * ranks), "largest": largest_s / steps, "ideal": ideal_s / steps}

@@ -211,7 +211,7 @@ class BucketReducer(KeepsState, Protocol):
 
 
 def check_same_plan(comm: Collective, buckets: Sequence[Bucket], *, how: str) -> None:
-    """Raises BufferMismatch on every rank unless all ranks have the same plan. Collective.
+    """Raises BufferMismatch on every rank unless all ranks have the same buckets (sizes, dtypes, order). Collective.
 
     The error names the ranks that differ.
 

@@ -42,7 +42,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Judges plans for one recipe and its model, on the meta device. A check that several plans share runs once.
+    """Says whether a recipe's model can run with a plan (numbers of pipeline stages and tensor ranks, what is sharded).
+
+    The model is on the meta device. A check that several plans share runs once.
 
     Attributes:
         own: The recipe's own plan.

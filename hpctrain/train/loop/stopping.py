@@ -63,10 +63,12 @@ class EarlyEnd:
             self._say(news)
 
     def votes(self, *, num_saves: int = 1, evaluates: bool = False) -> dict[str, float]:
-        """Returns this rank's numbers, by name, which each step sums over the ranks for `agreed`. Not collective.
+        """Returns this rank's votes on whether the run must stop early, as numbers by name. Not collective.
+
+        Each step sums the votes over the ranks, and passes the sums to `agreed`.
 
         num_saves: number of saves for which the run must wait if it stops, including the last one.
-        evaluates: True if an evaluation comes before the next decision.
+        evaluates: True if an evaluation comes before the next votes.
         """
         time_up = False
         if self._clock is not None:

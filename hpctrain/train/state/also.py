@@ -38,7 +38,8 @@ def check_state(saved: Mapping[str, Any], mine: Mapping[str, Any], *, where: str
     if faults:
         shown = "; ".join(faults[:4]) + (f"; and {len(faults) - 4} more" if len(faults) > 4 else "")
         raise CheckpointError(
-            f"{where}: {shown}. Resume with the model it was made from, or start from scratch with --resume never"
+            f"{where}: {shown}. Resume with the model that the checkpoint was saved from, or start from scratch with "
+            "--resume never"
         )
 
 
