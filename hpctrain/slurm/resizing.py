@@ -30,6 +30,7 @@ from hpctrain.slurm.submission import (
     submit_job,
 )
 
+_NUM_TASKS = "export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES"
 _UNLIMITED = ("UNLIMITED", "INFINITE", "")
 # States in which a job will not run again by itself, as `scontrol show job` names them.
 _OVER = frozenset({
@@ -196,11 +197,27 @@ def _way(
         return ResizeWay.RESUBMIT
     job = active[0]
     # A successor is submitted with the script of the job before it, which names the number of nodes.
-    if job.state == "PENDING" and planned.recipe.slurm.on_stop != "successor":
+    if (
+        job.state == "PENDING"
+        and planned.recipe.slurm.on_stop != "successor"
+        and _counts_tasks(before.script)
+    ):
         return ResizeWay.QUEUE
     if before.is_shrinkable and job.state == "RUNNING" and nodes < job.num_nodes:
         return ResizeWay.SHRINK
     return ResizeWay.RESUBMIT
+
+
+def _counts_tasks(script: str) -> bool:
+    """Returns True if a batch script computes the number of ranks from the nodes that the job gets.
+
+    sbatch has set SLURM_NTASKS for the number of nodes at the submission. A script of an earlier version, or of a site,
+    may use that.
+    """
+    try:
+        return _NUM_TASKS in Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 def _change_request(plan: ResizePlan, controller: SlurmController) -> None:
