@@ -125,6 +125,7 @@ def _summary(folder: Path, *, ranks: int, lost_after: list[int]) -> dict[str, An
         "median_s": statistics.median(of_losses),
         "longest_s": max(of_losses),
         "seconds": [round(each, 3) for each in of_losses],
+        "parts_median_s": _parts(folder, lost_after=lost_after),
         "steps_lost": [attempt.steps_lost for attempt in attempts if attempt.number in lost_after],
         **({"growths": len(resized), "growth_median_s": statistics.median(resized)} if resized else {}),
     }
@@ -164,6 +165,20 @@ def standstills(folder: Path) -> dict[int, float]:
         if before and after:
             found[ended.number] = min(after) - max(before)
     return found
+
+
+def _parts(folder: Path, *, lost_after: list[int]) -> dict[str, float]:
+    """Returns the medians of the parts of a standstill, in seconds."""
+    parts: dict[str, list[float]] = {}
+    times = [at for at, _ in _steps(folder)]
+    for ended, attempt in pairwise(read_attempts(folder / "run")):
+        if ended.number in lost_after and ended.ended is not None and attempt.training_began is not None:
+            last = max(at for at in times if at < attempt.began)
+            first = min(at for at in times if at > attempt.began)
+            parts.setdefault("until the ranks have ended", []).append(ended.ended - last)
+            parts.setdefault("check of the nodes", []).append(attempt.began - ended.ended)
+            parts.setdefault("start of the ranks and first step", []).append(first - attempt.began)
+    return {name: round(statistics.median(seconds), 2) for name, seconds in parts.items()}
 
 
 def _steps(folder: Path) -> list[tuple[float, int]]:
