@@ -406,6 +406,8 @@ def case_remote_memory_is_written_and_counted_without_its_owner(world: World) ->
     memory = world.remote_memory(128)
     if memory is None:  # the backend has none
         return
+    memory.local[:] = 0
+    memory.publish()
     following = (world.rank + 1) % num_ranks
     memory.put(following, offset=64, data=np.full(9, world.rank + 1, dtype=np.uint8))
     memory.complete()

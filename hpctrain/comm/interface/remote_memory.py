@@ -41,7 +41,7 @@ class RemoteMemory(Protocol):
 
     @property
     def local(self) -> NDArray[np.uint8]:
-        """This rank's part, shape (num_bytes,). Must not be used after `close`."""
+        """This rank's part, shape (num_bytes,), at first with any content. Must not be used after `close`."""
 
     def publish(self) -> None:
         """Makes what each rank has written to its `local` readable on all ranks. Collective."""

@@ -140,6 +140,7 @@ class SspUpdater(Watched):
                 "srun, or leave the schedule out",
                 agreed=True,
             )
+        memory.local[:] = 0
         self._memory = memory
         self._hooks: list[RemovableHandle] = keep_layouts(optimizer)
         self._owned = OwnedParts(

@@ -11,12 +11,17 @@ from tests.ranks.reduce import ssp_cases
 from tests.ranks_launcher import run_ranks
 
 pytestmark = pytest.mark.launches
-NUM_PARTS = 10_000
 
 
 @pytest.mark.parametrize(
     ("staleness", "servers", "num_ranks", "ranks_per_node", "num_parts"),
-    [(3, [], 4, None, NUM_PARTS), (0, [], 3, None, 600), (2, [1], 3, 2, 600), ("any", [], 2, 1, 600)],
+    [
+        (3, [], 4, None, 1000),
+        pytest.param(3, [], 4, None, 10_000, marks=pytest.mark.thorough),
+        (0, [], 3, None, 300),
+        (2, [1], 3, 2, 300),
+        ("any", [], 2, 1, 300),
+    ],
 )
 def test_no_read_is_older_than_the_bound_and_none_is_torn(
     staleness: int | str, servers: list[int], num_ranks: int, ranks_per_node: int | None, num_parts: int
