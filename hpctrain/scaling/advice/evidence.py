@@ -252,7 +252,7 @@ class RunEvidence:
         if nodes:
             return MeasuredLink(
                 bytes_per_s=min(float(node["bytes_per_s"]) for node in nodes),
-                latency_s=median(float(node["latency_s"]) for node in nodes), source="probe.json, slowest node",
+                latency_s=median(float(node.get("latency_s", USUAL["latency_s"])) for node in nodes), source="probe.json, slowest node",
             )  # fmt: skip
         for entry in reversed(self._calibrations):
             for level in entry["found"]["levels"]:

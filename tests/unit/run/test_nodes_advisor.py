@@ -125,7 +125,7 @@ def test_the_report_has_the_advice_for_another_run_as_text_page_and_json(
     (table,) = (table for table in report.tables if table.name == f"nodes-{label}")
     assert list(table.columns) == ["1", "2 (now)", "3", "4", "6", "8"]
     by_name = {row.name: row for row in table.rows}
-    assert by_name["ranks"].values == [1, 2, 3, 4, 6, 8]
+    assert by_name["number of ranks"].values == [1, 2, 3, 4, 6, 8]
     step_s = summary_of(trained)["efficiency"]["step_s"]
     assert by_name["step"].values[1] == pytest.approx(1e3 * step_s)
     # Another run like this one has all steps to do, and need not move.
