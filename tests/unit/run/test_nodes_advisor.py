@@ -285,13 +285,21 @@ def test_a_recipe_that_may_act_needs_a_limit_and_no_fixed_number_of_ranks() -> N
 def test_a_run_that_asks_stops_with_its_state_saved_and_its_reason_in_the_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # So many steps that what a move takes does not count: the age of this process is part of it.
     pack_arrays(tmp_path / "data", {"x": np.ones((40, 4), np.float32)})
     monkeypatch.setenv(WISH_VARIABLE, str(tmp_path / "wish"))
-    acts = {"act": True, "max_nodes": 4, "act_after_minutes": 0.0, "link": "100gbit", "goal": "time"}
+    acts = {
+        "act": True,
+        "max_nodes": 4,
+        "act_after_minutes": 0.0,
+        "link": "100gbit",
+        "goal": "time",
+        "least_gain_percent": 0.0,
+    }
     with pytest.raises(StoppedEarly, match=r"\(scaling: 4 instead of 1 nodes\); the state is saved"):
         train(
-            tmp_path, num_ranks=1, sample_s=0.005, scaling=acts, checkpoint={"every_steps": 10}, stop=StopRequest(),
-            run={"directory": str(tmp_path / "run"), "steps": 5000},
+            tmp_path, num_ranks=1, sample_s=0.01, scaling=acts, checkpoint={"every_steps": 30}, stop=StopRequest(),
+            run={"directory": str(tmp_path / "run"), "steps": 50_000},
         )  # fmt: skip
     directory = tmp_path / "run"
     number, reason = (tmp_path / "wish").read_text().splitlines()
