@@ -348,7 +348,7 @@ def other_nodes(run: RunData) -> Table | None:
         return Row(name=name, values=[value(one) for one in found], format=specification, unit=unit)
 
     rows = [
-        row("ranks", lambda one: one.ranks, ",d"),
+        row("number of ranks", lambda one: one.ranks, ",d"),
         row("step", lambda one: 1e3 * one.step_s, ",.1f", "ms"),
         row("from", lambda one: 1e3 * one.low_s, ",.1f", "ms"),
         row("to", lambda one: 1e3 * one.high_s, ",.1f", "ms"),

@@ -250,9 +250,10 @@ class RunEvidence:
         """Returns the link between nodes: from a probe, from `auto`'s measurement, or as given."""
         nodes = [node for node in (self._probe or {}).get("nodes", ()) if node.get("bytes_per_s")]
         if nodes:
+            latencies = [float(node.get("latency_s", USUAL["latency_s"])) for node in nodes]
             return MeasuredLink(
-                bytes_per_s=min(float(node["bytes_per_s"]) for node in nodes),
-                latency_s=median(float(node["latency_s"]) for node in nodes), source="probe.json, slowest node",
+                bytes_per_s=min(float(node["bytes_per_s"]) for node in nodes), latency_s=median(latencies),
+                source="probe.json, slowest node",
             )  # fmt: skip
         for entry in reversed(self._calibrations):
             for level in entry["found"]["levels"]:

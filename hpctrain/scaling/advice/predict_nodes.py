@@ -32,13 +32,13 @@ from hpctrain.scaling.model.workload import ReadyBucket, Workload, slowest_facto
 
 # Standard errors. Of the reductions' factor: the residual of the model's fit and its largest errors without
 # calibration steps, docs/benchmarks/prediction.md; it grows with the distance from what was measured.
-ANCHORED, PROBED, NOMINAL, NEARBY = 0.13, 0.3, 0.5, 0.5
+ANCHORED, PROBED, NOMINAL, NEARBY = 0.13, 0.4, 0.7, 0.5
 EVALUATION, CONSTANT_PARTS, WAITING = 0.2, 0.3, 0.5
 COMPUTING = 0.02  # of the same program on other nodes
 MOVING = 0.3  # of the time that a stop and a start take
 # While reductions run, computing takes longer: 1.05 to 1.7 times in docs/benchmarks/prediction.md, on cores that
 # reductions share.
-OVERLAP, OVERLAP_ERROR = 1.15, 0.12
+OVERLAP, OVERLAP_ERROR = 1.15, 0.15
 # Below this share of the step, exposed time says little about the speed of the reductions.
 _LEAST_EXPOSED = 0.02
 _HALVINGS, _MOST_FACTOR = 40, 64.0

@@ -119,6 +119,9 @@ def test_a_run_is_watched_live_and_ctrl_c_ends_the_view_only(tmp_path: Path) -> 
         assert launched.process.poll() is None  # it goes on
         done = launched.wait(timeout_s=300)
     assert done.returncode == 0, done.stderr
+    (*_, advice) = records_of(tmp_path / "run", "scaling")
+    assert "a run on one node does not measure the link between nodes" in advice["text"]
+    assert advice["predictions"][0]["ranks"] == 2
     recorded = [record["step"] for record in records_of(tmp_path / "run")]
     assert shown <= set(recorded)
     assert "\x1b[?1049h" in terminal.drawn

@@ -69,8 +69,8 @@ def test_each_part_of_a_step_on_one_node_instead_of_two_follows_its_rule() -> No
     assert found.time_s == pytest.approx(30 + 1000 * step_s)
     assert found.node_hours == pytest.approx((30 + 1000 * step_s) / 3600)
     assert found.energy_j == pytest.approx(300 * (30 + 1000 * step_s))
-    # Of computing (0.02 and 0.12), input (half of the range is 1.645 standard errors), evaluation, the constant parts.
-    error_s = math.hypot(computing_s * math.hypot(0.02, 0.12), 0.01 / 1.645, 0.2 * 0.016, 0.3 * 0.012)
+    # Of computing (0.02 and 0.15), input (half of the range is 1.645 standard errors), evaluation, the constant parts.
+    error_s = math.hypot(computing_s * math.hypot(0.02, 0.15), 0.01 / 1.645, 0.2 * 0.016, 0.3 * 0.012)
     assert found.high_s - found.step_s == pytest.approx(1.645 * error_s)
     assert found.step_s - found.low_s == pytest.approx(1.645 * error_s)
     half_s = 1.645 * math.hypot(1000 * error_s, 0.3 * 30)
