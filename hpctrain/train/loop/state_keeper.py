@@ -43,7 +43,7 @@ from hpctrain.comm import Collective, SerialWorld, agreed, all_gather_json
 from hpctrain.distributed import device_of, is_sharded_tensor
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.resilience import PeerWatch, RankProcess, StopRequest
+from hpctrain.resilience import PeerWatch, RankProcess, StopRequest, print_notice
 from hpctrain.topology import Topology
 from hpctrain.train.state.seeds import capture_generators
 from hpctrain.train.state.training_state import GENERATORS, TrainingState
@@ -329,9 +329,9 @@ class StateKeeper:
             if self._step in self.store.kept_steps():
                 return
             if says is not None:
-                _say(says)
+                print_notice(says)
             if not self._changing.acquire(timeout=_WAITS_S):
-                _say(f"{self._node} cannot keep the state after step {self._step}: a step is being applied")
+                print_notice(f"{self._node} cannot keep the state after step {self._step}: a step is being applied")
                 return
             try:
                 self._write(self._step)
@@ -344,10 +344,10 @@ class StateKeeper:
             if step != self._begun_at:
                 keep_state(self.store, self._alone(step), step=step, comm=self._alone_comm)
         except (HpctrainError, OSError, RuntimeError) as error:
-            _say(f"{self._node} cannot keep the state after step {step}: {error}")
+            print_notice(f"{self._node} cannot keep the state after step {step}: {error}")
             return
         took_ms = 1e3 * (time.perf_counter() - began_s)
-        _say(f"{self._node} keeps the state after step {step}, written in {took_ms:.0f} ms")
+        print_notice(f"{self._node} keeps the state after step {step}, written in {took_ms:.0f} ms")
 
     def _alone(self, step: int) -> State:
         """Returns the state after `step` without anything that other ranks would have to add."""
@@ -418,9 +418,3 @@ class StateKeeper:
                 return True
             self._closed.wait(0.02)
         return False
-
-
-def _say(text: str) -> None:
-    """Prints a line in one piece, from any thread."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"hpctrain: {text}\n".encode())
