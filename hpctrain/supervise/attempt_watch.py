@@ -194,6 +194,8 @@ class AttemptWatch:
 
     def must_end(self) -> EndRequest | None:
         for line in self._notices.lines() if self._notices is not None else ():
+            with contextlib.suppress(OSError):
+                os.write(2, line + b"\n")
             self.saw_line(line, None)
         if self._keep_by_s is None:  # a look may take seconds
             self._nodes.look()
