@@ -41,6 +41,7 @@ HELP = """Distributed PyTorch training on HPC systems, from mpirun and srun.
   hpctrain slurm submit recipe.toml                      a batch job that resumes until it is done
   srun --ntasks=8 hpctrain train recipe.toml --set run.epochs=3     inside a Slurm job
   hpctrain supervise -n 4 -- hpctrain train recipe.toml      the same, started again after a lost rank or node
+  hpctrain supervise --elastic 2:4 -- hpctrain train recipe.toml       fewer ranks after a loss, more when nodes come
   hpctrain stage-environment environment.tar             packages for the nodes' own disks, against slow starts
   hpctrain checkpoint list runs/digits/checkpoints       the saved checkpoints
   hpctrain bench step examples/digits.toml --ranks 1,2,4       samples/s, efficiency, exposed communication

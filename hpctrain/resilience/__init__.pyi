@@ -17,8 +17,10 @@ from .out_of_memory import (
 )
 from .peer_watch import (
     ELASTIC_VARIABLE as ELASTIC_VARIABLE,
+    NOTICES_VARIABLE as NOTICES_VARIABLE,
     PeerWatch as PeerWatch,
     RankProcess as RankProcess,
+    print_notice as print_notice,
 )
 from .stop import StopRequest as StopRequest
 from .stop_signals import (

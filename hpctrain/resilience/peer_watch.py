@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +14,9 @@ from typing import Any, final
 
 # Set for the ranks of an elastic run, by its supervisor: the range of their number, such as 2:4.
 ELASTIC_VARIABLE = "HPCTRAIN_ELASTIC"
+# Set for the ranks of an elastic run: a datagram socket of the supervisor, to which ranks on the same machine report
+# losses. mpirun, which passes on what ranks print, does nothing for two seconds when a rank has died.
+NOTICES_VARIABLE = "HPCTRAIN_NOTICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,19 @@ class RankProcess:
             return found
         os.close(found)
         return None
+
+
+def print_notice(text: str) -> None:
+    """Prints a line in one piece, from any thread: through the supervisor if that runs on this machine."""
+    line = f"hpctrain: {text}\n".encode()
+    path = os.environ.get(NOTICES_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+            notices.setblocking(False)
+            notices.sendto(line, path)
+            return
+    with contextlib.suppress(OSError):
+        os.write(2, line)
 
 
 @final

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
+import socket
 import sys
+import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import final
 
 from hpctrain.errors import ExitCode
@@ -62,6 +67,48 @@ _KILLED_AFTER_S = 0.1
 
 
 @final
+class Notices:
+    """Receives lines that ranks of an elastic run on this machine send past mpirun. A context manager.
+
+    path: the datagram socket for the ranks' variable `NOTICES_VARIABLE`.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="hpctrain-notices-")
+        self.path = str(Path(self._folder.name, "socket"))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self.path)
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def __enter__(self) -> Notices:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread
+        self._socket.close()
+        self._folder.cleanup()
+
+    def begin(self) -> None:
+        """Starts to receive. Call it when the launcher has been started: a fork must not meet this thread."""
+        threading.Thread(target=self._receive, name="hpctrain-notices", daemon=True).start()
+
+    def lines(self) -> Iterator[bytes]:
+        """Yields the lines that have come since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._lines.get_nowait()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._socket.recv(_MAX_CHARACTERS):
+                self._lines.put(data.rstrip(b"\n"))
+                os.kill(
+                    os.getpid(), signal.SIGCHLD
+                )  # `run_launch` looks at once, and not after half a second
+
+
+@final
 class AttemptWatch:
     """An `Observer` that follows one attempt.
 
@@ -75,6 +122,7 @@ class AttemptWatch:
     resize: looks for another number of ranks; None if the number of ranks does not change during an attempt.
     keeps_state: True if ranks that are left after a loss keep the state of their last step on their nodes, and print
     that they do.
+    notices: what ranks on this machine report past the launcher; None: nothing.
 
     lost_at: time of the first sign that a rank or node was lost, in seconds since 1970; None if there was no such sign.
     silent_nodes: nodes that no longer answered.
@@ -93,6 +141,7 @@ class AttemptWatch:
         training_begins: Callable[[int, float], None],
         resize: ResizeWatch | None = None,
         keeps_state: bool = False,
+        notices: Notices | None = None,
     ) -> None:
         self.log = LogLines()
         self.lost_at: float | None = None
@@ -101,6 +150,7 @@ class AttemptWatch:
         self.resized = ""
         self._resize = resize
         self._keeps_state = keeps_state
+        self._notices = notices
         self._num_nodes = nodes.num_nodes
         self._launcher = 0
         self._keep_by_s: float | None = None  # until then nodes may report that they keep the state
@@ -118,6 +168,8 @@ class AttemptWatch:
         self._nodes.launched(pid)
         if self._resize is not None:
             self._resize.begin()
+        if self._notices is not None:
+            self._notices.begin()
 
     def saw_line(self, line: bytes, failure: RankFailure | None) -> None:
         if self.overdue:
@@ -131,16 +183,22 @@ class AttemptWatch:
             return
         if failure is not None and failure.exit_code == ExitCode.STOPPED_EARLY:
             return  # the other ranks have saved too, and are about to end
-        if RANK_GONE.search(text) is not None:
-            self.lost_at = time.time()
+        if failure is None and RANK_GONE.search(text) is None and not says_a_loss(text):
+            return
+        self.lost_at = time.time()
+        if self._keeps_state and self._has_begun:
             self._ask_to_keep()
-        elif failure is not None or says_a_loss(text):
-            self.lost_at = time.time()
+        else:
             by_signal = failure is not None and failure.signal is not None
             self._end_by_s = time.monotonic() + (_GRACE_AFTER_SIGNAL_S if by_signal else _GRACE_S)
 
     def must_end(self) -> EndRequest | None:
-        self._nodes.look()
+        for line in self._notices.lines() if self._notices is not None else ():
+            with contextlib.suppress(OSError):
+                os.write(2, line + b"\n")
+            self.saw_line(line, None)
+        if self._keep_by_s is None:  # a look may take seconds
+            self._nodes.look()
         lost = self._nodes.lost()
         if lost and not self.silent_nodes:
             self.silent_nodes = tuple(lost)
@@ -171,7 +229,7 @@ class AttemptWatch:
         return self._end("a rank is lost")
 
     def _ask_to_keep(self) -> None:
-        """Asks the ranks that are left to keep the state of their last step on their nodes."""
+        """Asks the ranks that are left to keep the state of their last step on their nodes, if they can."""
         self._keep_by_s = time.monotonic()
         if not self._keeps_state or not self._has_begun:
             return

@@ -378,6 +378,7 @@ _KERNEL_PORT = 9
 _INTERVAL_S = 1.0
 _AGAIN_S = 0.2  # after a missing answer
 _TIMEOUT_S = 1.2  # a lost packet is sent again after a second
+_CONFIRMS_WITHIN_S = 0.4  # of a probe after a missing answer: with its packet three have been lost
 # A packet may be lost, so that a single missing answer proves nothing.
 _SILENCES = 2
 
@@ -472,9 +473,10 @@ class NodeWatch:
         self, nodes: Sequence[str], *, port: int, outcomes: Sequence[int] | None = None
     ) -> dict[str, bool]:
         targets = [ProbeTarget(host=node, addresses=self._addresses[node], port=port) for node in nodes]
+        timeout_s = _CONFIRMS_WITHIN_S if any(self._silences.values()) else _TIMEOUT_S
         if outcomes is None:
-            return probe_hosts(targets, timeout_s=_TIMEOUT_S)
-        return probe_hosts(targets, timeout_s=_TIMEOUT_S, answers=outcomes)
+            return probe_hosts(targets, timeout_s=timeout_s)
+        return probe_hosts(targets, timeout_s=timeout_s, answers=outcomes)
 
     def _connected_nodes(self) -> list[str]:
         if self._srun is None:

@@ -23,8 +23,8 @@ from hpctrain.launch import (
     plan_launch,
     run_launch,
 )
-from hpctrain.resilience import ELASTIC_VARIABLE, OUT_OF_MEMORY_VARIABLE
-from hpctrain.supervise.attempt_watch import AttemptWatch, say
+from hpctrain.resilience import ELASTIC_VARIABLE, NOTICES_VARIABLE, OUT_OF_MEMORY_VARIABLE
+from hpctrain.supervise.attempt_watch import AttemptWatch, Notices, say
 from hpctrain.supervise.classify import AttemptEnd, Diagnosis, Evidence, classify
 from hpctrain.supervise.elastic import (
     Elastic,
@@ -347,8 +347,11 @@ class Supervisor:
             environ[OUT_OF_MEMORY_VARIABLE] = str(attempts[-1].number)
         batch = None if elastic is None else elastic.batch
         overrides: tuple[str, ...] = ()
+        notices: Notices | None = None
         if elastic is not None:
             environ[ELASTIC_VARIABLE] = str(elastic.range)
+            notices = Notices()
+            environ[NOTICES_VARIABLE] = notices.path
             if batch is not None:
                 overrides = batch.overrides(ranks=num_ranks, most=elastic.range.most)
         plan = plan_launch(
@@ -376,8 +379,10 @@ class Supervisor:
             training_begins=self._training_begins,
             resize=resize,
             keeps_state=elastic is not None and run.start_within_s is not None,
+            notices=notices,
         )
-        outcome = run_launch(plan, environ=environ, observer=watch)
+        with notices or contextlib.nullcontext():
+            outcome = run_launch(plan, environ=environ, observer=watch)
         if resize is not None:
             resize.end()
         watch.look_for_begin()

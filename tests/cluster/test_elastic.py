@@ -18,9 +18,45 @@ from tests.faults.test_elastic import (
     trains,
     write_recipe,
 )
+from tests.runbook import find_shown
 from tests.supervised_runs import attempts
 
 pytestmark = pytest.mark.launches
+
+
+def test_with_too_few_nodes_it_names_the_missing_ones_and_goes_on_when_they_are_back_or_ends_with_75(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    folder, steps = tmp_path, 100000
+    pack_numbered(folder / "data")
+    write_recipe(folder, steps=steps, step_s=0.1, checkpoint=f'local = "/tmp/{NODE_STORAGE}"')
+    options = ["--nodes=2", "--ntasks-per-node=1", "--no-requeue"]
+    job = submit(cluster, folder, *options, supervise="--elastic 2:2 --elastic-wait-s 60")
+    try:
+        wait_for(trains(folder, attempt=1), folder=folder)
+        lost = attempts(folder)[0].nodes[1]
+        cluster.cut_link(lost)
+        try:
+            wait_for(lambda: "waiting up to 60 s for more" in output(folder), folder=folder)
+        finally:
+            cluster.mend_link(lost)
+        line = find_shown(output(folder), "ranks are needed (--elastic", page="f12-elastic.md")
+        assert f"missing: {lost}: " in line
+        wait_for(trains(folder, attempt=2), folder=folder)
+        before, after = attempts(folder)
+        assert (before.ranks, after.ranks) == (2, 2)
+        assert (before.cause, before.steps_lost) == (AttemptEnd.LOST_NODE, 0)
+        cluster.cut_link(lost)
+        try:
+            ended = cluster.wait_for(job, timeout_s=300)
+        finally:
+            cluster.mend_link(lost)
+        assert ended.exit_code == 75, output(folder)
+        assert "after 60 s: ending with exit code 75" in output(folder)
+    finally:
+        cluster.run(["scancel", str(job)], timeout_s=300)
+        for node in cluster.node_names:
+            revive(cluster, node)
 
 
 def test_it_goes_from_4_to_2_nodes_and_back_to_4_when_links_are_cut_and_mended(

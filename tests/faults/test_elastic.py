@@ -18,7 +18,7 @@ from hpctrain.comm import SerialWorld
 from hpctrain.supervise import AttemptEnd
 from tests.faults.elastic_task import NUM_SAMPLES, pack_numbered, samples_by_step
 from tests.ranks_launcher import Launched, run_command, start_command
-from tests.run_files import losses_of, saved_steps
+from tests.run_files import losses_of, newest, saved_steps
 from tests.states import wait_for
 from tests.supervised_runs import attempts
 
@@ -120,8 +120,13 @@ def parts_of(ranks: int) -> int:
     return -(-MOST // ranks)
 
 
-def assert_each_sample_once(where: Path, *, steps: int, redone: int) -> None:
-    """The steps that count have seen each sample once in each epoch. redone: steps that a loss may have cost."""
+def assert_each_sample_once(
+    where: Path, *, steps: int, redone: int, parts: Callable[[int], int] = parts_of
+) -> None:
+    """The steps that count have seen each sample once in each epoch.
+
+    redone: steps that a loss may have cost. parts: micro-batches of so many ranks.
+    """
     found = attempts(where)
     counted: dict[int, list[int]] = {}
     for number, attempt in enumerate(found):
@@ -129,22 +134,19 @@ def assert_each_sample_once(where: Path, *, steps: int, redone: int) -> None:
             continue
         begun = samples_by_step(
             where, attempt=attempt.number, first_step=attempt.first_step, ranks=attempt.ranks,
-            micro_batches=parts_of(attempt.ranks),
+            micro_batches=parts(attempt.ranks),
         )  # fmt: skip
         later = [other.first_step for other in found[number + 1 :] if other.first_step is not None]
         if later:
-            assert max(begun) - later[0] <= redone, (attempt, begun.keys())
+            # A step that was begun and not finished is not done again.
+            most = 0 if attempt.cause is AttemptEnd.RESIZED else redone + 1
+            assert max(begun) - later[0] <= most, (attempt, begun.keys())
         counted |= begun
     assert sorted(counted) == list(range(1, steps + 1))
-    per_epoch = NUM_SAMPLES // 24
-    for first in range(1, steps + 1, per_epoch):
-        seen = [
-            sample for step in range(first, min(first + per_epoch, steps + 1)) for sample in counted[step]
-        ]
-        if len(seen) == NUM_SAMPLES:
-            assert sorted(seen) == list(range(NUM_SAMPLES)), f"the epoch from step {first}"
-        else:
-            assert len(set(seen)) == len(seen)
+    seen = [sample for step in range(1, steps + 1) for sample in counted[step]]
+    for begin in range(0, len(seen), NUM_SAMPLES):
+        epoch = seen[begin : begin + NUM_SAMPLES]
+        assert len(set(epoch)) == len(epoch), f"epoch {begin // NUM_SAMPLES}"
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -293,3 +295,22 @@ def test_sigterm_while_it_grows_ends_it_with_its_state_saved(where: Path) -> Non
     assert all(attempt.ended is not None for attempt in found)
     run_command(None, [HPCTRAIN, "checkpoint", "verify", "run/checkpoints"], cwd=where, expect=0)
     assert max(saved_steps(where / "run")) == max(losses_of(where / "run"))
+
+
+def test_with_a_batch_per_rank_the_learning_rate_follows_by_the_rule_of_the_recipe(where: Path) -> None:
+    steps = 40
+    set_slots(where, 2)
+    optimizer = 'lr_scaling = "linear"\nreference_batch = 24'
+    write_recipe(where, steps=steps, step_s=0.1, run='elastic_batch = "per-rank"', optimizer=optimizer)
+    with supervise(where) as launched:
+        wait_for(trains(where, attempt=1), launched=launched)
+        set_slots(where, 4)
+        result = launched.wait(timeout_s=300)
+    assert result.returncode == 0, result.stderr
+    first, second = attempts(where)
+    assert (first.ranks, second.ranks) == (2, 4)
+    assert "6 samples per rank, so the global batch is 12; the learning rate follows it" in result.stderr
+    assert second.first_step is not None
+    rates = {step: record["lr"] for step, record in newest(where / "run", "step").items()}
+    assert rates == {step: 0.005 if step <= second.first_step else 0.01 for step in range(1, steps + 1)}
+    assert_each_sample_once(where, steps=steps, redone=0, parts=lambda ranks: 1)

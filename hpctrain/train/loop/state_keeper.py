@@ -43,7 +43,7 @@ from hpctrain.comm import Collective, SerialWorld, agreed, all_gather_json
 from hpctrain.distributed import device_of, is_sharded_tensor
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.reduce import AllReduceUpdater
-from hpctrain.resilience import PeerWatch, RankProcess, StopRequest
+from hpctrain.resilience import PeerWatch, RankProcess, StopRequest, print_notice
 from hpctrain.topology import Topology
 from hpctrain.train.state.seeds import capture_generators
 from hpctrain.train.state.training_state import GENERATORS, TrainingState
@@ -61,6 +61,7 @@ _NO_STEP = -1
 # their ranks, so that one of these does.
 _REHEARSE = 2
 _AFTER_EACH_OTHER_S = 0.005
+_ARRIVES_WITHIN_S = 0.02
 
 
 def why_not_kept(state: TrainingState) -> str | None:
@@ -323,31 +324,43 @@ class StateKeeper:
 
         says: what the rank that writes prints before.
         """
-        with self._keeping, self._turn() as is_mine:
-            if not is_mine or self._capture is None:
-                return
-            if self._step in self.store.kept_steps():
-                return
-            if says is not None:
-                _say(says)
+        try:
+            with self._keeping, self._turn() as is_mine:
+                if is_mine and self._capture is not None and self._step not in self.store.kept_steps():
+                    if says is not None:
+                        print_notice(says)
+                    self._keep_newest()
+        except OSError as error:
+            print_notice(f"{self._node} cannot keep the state after step {self._step}: {error}")
+
+    def _keep_newest(self) -> None:
+        began_s = time.perf_counter()
+        step, failed = _NO_STEP, ""
+        while not failed and step != self._step:
             if not self._changing.acquire(timeout=_WAITS_S):
-                _say(f"{self._node} cannot keep the state after step {self._step}: a step is being applied")
-                return
+                failed = "a step is being applied"
+                break
             try:
-                self._write(self._step)
+                step = self._step
+                failed = self._write(step)
             finally:
                 self._changing.release()
+            # The lost rank may have taken part in one more step: its sums may arrive now.
+            self._closed.wait(_ARRIVES_WITHIN_S)
+        if failed:
+            print_notice(f"{self._node} cannot keep the state after step {self._step}: {failed}")
+        else:
+            took_ms = 1e3 * (time.perf_counter() - began_s)
+            print_notice(f"{self._node} keeps the state after step {step}, within {took_ms:.0f} ms")
 
-    def _write(self, step: int) -> None:
-        began_s = time.perf_counter()
+    def _write(self, step: int) -> str:
+        """Writes the state after `step`. Returns why it cannot be written; "" if it is written."""
         try:
             if step != self._begun_at:
                 keep_state(self.store, self._alone(step), step=step, comm=self._alone_comm)
         except (HpctrainError, OSError, RuntimeError) as error:
-            _say(f"{self._node} cannot keep the state after step {step}: {error}")
-            return
-        took_ms = 1e3 * (time.perf_counter() - began_s)
-        _say(f"{self._node} keeps the state after step {step}, written in {took_ms:.0f} ms")
+            return str(error)
+        return ""
 
     def _alone(self, step: int) -> State:
         """Returns the state after `step` without anything that other ranks would have to add."""
@@ -418,9 +431,3 @@ class StateKeeper:
                 return True
             self._closed.wait(0.02)
         return False
-
-
-def _say(text: str) -> None:
-    """Prints a line in one piece, from any thread."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"hpctrain: {text}\n".encode())

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import LaunchError, UsageError
-from hpctrain.supervise.attempt_watch import AttemptWatch
+from hpctrain.resilience import NOTICES_VARIABLE, print_notice
+from hpctrain.supervise.attempt_watch import AttemptWatch, Notices
 from hpctrain.supervise.classify import AttemptEnd, Evidence, classify
 from hpctrain.supervise.elastic import (
     Elastic,
@@ -168,11 +169,37 @@ def test_ranks_that_are_left_are_ended_once_their_node_has_kept_the_state(tmp_pa
     assert watch.must_end() is not None
 
 
-def test_nothing_is_waited_for_if_nothing_is_kept(tmp_path: Path) -> None:
-    watch = watch_of(tmp_path, keeps_state=False)
+def test_ranks_are_ended_even_if_no_node_says_that_it_has_kept_the_state(tmp_path: Path) -> None:
+    watch = watch_of(tmp_path, keeps_state=True)
     begin(watch, tmp_path)
     watch.saw_line(GONE, None)
-    assert watch.must_end() is not None
+    until_s = time.monotonic() + 100
+    while watch.must_end() is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def test_what_ranks_report_past_mpirun_counts_like_their_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Notices() as notices:
+        watch = AttemptWatch(
+            RunProgress(tmp_path, checkpoints=tmp_path / "checkpoints"),
+            nodes=NodeWatch(["vm"], addresses={}, slurmd_port=6818), start_within_s=None, kill_after_s=4.0,
+            training_begins=lambda _step, _at: None, keeps_state=True, notices=notices,
+        )  # fmt: skip
+        watch.launched(os.getpid())
+        begin(watch, tmp_path)
+        monkeypatch.setenv(NOTICES_VARIABLE, notices.path)
+        print_notice("rank 1 on vm is gone")
+        print_notice("vm keeps the state after step 3, written in 1 ms")
+        until_s = time.monotonic() + 100
+        while (request := watch.must_end()) is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert request.kill_after_s < 1
+    assert not Path(notices.path).exists()
+    print_notice("nobody listens any more")
 
 
 def test_a_rank_that_is_gone_without_another_line_is_a_lost_rank() -> None:
