@@ -55,7 +55,6 @@ from hpctrain.reduce import (
     ReductionRequest,
     StepWatch,
     check_for_layouts,
-    checked_schedule,
     gradient_bytes,
     layouts_of,
     use_fused_kernels,
@@ -247,9 +246,7 @@ class Session:
         layouts = layouts_of(model, num_ranks=self.world_size)
         self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
         request = ReductionRequest(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
-        planned = self.agreed(
-            lambda: checked_schedule(schedule, model, optimizer, wire=wire), os_error=UsageError
-        )
+        planned = self.reductions.planned(schedule, model, optimizer, wire=wire)
         if is_sharded(model) or pipeline is not None:
             sharded = self.reductions.split(
                 model, optimizer, algorithm=algorithm, wire=wire, loss_scale=loss_scale, clip_norm=clip_norm
