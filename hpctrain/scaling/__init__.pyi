@@ -1,17 +1,3 @@
-from .advice.advise import (
-    NodesAdvice as NodesAdvice,
-    ScalingGoal as ScalingGoal,
-    advise_nodes as advise_nodes,
-    no_advice as no_advice,
-)
-from .advice.evidence import RunEvidence as RunEvidence
-from .advice.predict_nodes import (
-    FixedShare as FixedShare,
-    MeasuredJob as MeasuredJob,
-    MeasuredLink as MeasuredLink,
-    NodesModel as NodesModel,
-    NodesPrediction as NodesPrediction,
-)
 from .efficiency import (
     Efficiency as Efficiency,
     Factors as Factors,
@@ -75,6 +61,20 @@ from .model.workload import (
     rebucketed as rebucketed,
     slowest_factor as slowest_factor,
     spread_of_times as spread_of_times,
+)
+from .nodes_advice.advise import (
+    NodesAdvice as NodesAdvice,
+    ScalingGoal as ScalingGoal,
+    advise_nodes as advise_nodes,
+    no_advice as no_advice,
+)
+from .nodes_advice.evidence import RunEvidence as RunEvidence
+from .nodes_advice.predict_nodes import (
+    FixedShare as FixedShare,
+    MeasuredJob as MeasuredJob,
+    MeasuredLink as MeasuredLink,
+    NodesModel as NodesModel,
+    NodesPrediction as NodesPrediction,
 )
 from .simulate import (
     Outcome as Outcome,

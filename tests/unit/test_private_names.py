@@ -46,6 +46,7 @@ NAMES: dict[str, Callable[[], object]] = {
     "_BatchNorm": lambda: module("torch.nn.modules.batchnorm")._BatchNorm,
     "_C": lambda: torch._C,
     "_DropoutNd": lambda: module("torch.nn.modules.dropout")._DropoutNd,
+    "_NormBase": lambda: module("torch.nn.modules.batchnorm")._NormBase,
     "_LazyNormBase": lambda: module("torch.nn.modules.batchnorm")._LazyNormBase,
     "_StorageInfo": lambda: module("torch.distributed.checkpoint.filesystem")._StorageInfo("file", 0, 1),
     "_Work": lambda: dist._Work,  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.scaling.advice.predict_nodes import MeasuredJob, NodesModel, NodesPrediction
+from hpctrain.scaling.nodes_advice.predict_nodes import MeasuredJob, NodesModel, NodesPrediction
 from hpctrain.telemetry import in_words
 
 # Without limits, up to this many times the present nodes: farther away, the model's errors leave everything open.

@@ -12,11 +12,11 @@ from typing import Any, final
 import numpy as np
 
 from hpctrain.errors import UsageError
-from hpctrain.scaling.advice.predict_nodes import FixedShare, MeasuredJob, MeasuredLink
 from hpctrain.scaling.efficiency import Efficiency, efficiency_from
 from hpctrain.scaling.model.calibrate import USUAL
 from hpctrain.scaling.model.machine import parse_rate
 from hpctrain.scaling.model.workload import MAD_TO_SIGMA, ReadyBucket, spread_of_times
+from hpctrain.scaling.nodes_advice.predict_nodes import FixedShare, MeasuredJob, MeasuredLink
 from hpctrain.telemetry import ENERGY, PART_KEYS, STEP
 
 Record = Mapping[str, Any]

@@ -122,9 +122,8 @@ def test_tables_are_written_in_full_and_figures_as_files(report: Report, tmp_pat
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
     write_markdown(report, tmp_path / "report.md")
     markdown = (tmp_path / "report.md").read_text()
-    for line in markdown.splitlines():
-        if line.startswith("| ranks"):
-            assert line == "| ranks | 1 | 2 |"
+    first = next(line for line in markdown.splitlines() if line.startswith("| ranks"))
+    assert first == "| ranks | 1 | 2 |"
     assert "## POP efficiencies" in markdown
 
 

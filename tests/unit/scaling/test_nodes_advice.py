@@ -17,8 +17,8 @@ from hpctrain.scaling import (
     ScalingGoal,
     advise_nodes,
 )
-from hpctrain.scaling.advice.advise import candidate_nodes
-from hpctrain.scaling.advice.predict_nodes import OVERLAP
+from hpctrain.scaling.nodes_advice.advise import candidate_nodes
+from hpctrain.scaling.nodes_advice.predict_nodes import OVERLAP
 
 PARTS = {
     "input": 0.02, "compute": 0.7, "hidden_reduction": 0.1, "bubble": 0.0, "exposed_reduction": 0.06, "waiting": 0.0,

@@ -154,11 +154,11 @@ def _no_place(metadata: Metadata) -> None:
         (_other_dtype, r"the archive holds float32 \[64, 64\], but the metadata says int32"),
         (_missing, "hold 4096 elements, and do not hold each of the 4160 elements"),
         (_overlapping, "chunks overlap or are missing"),
-        (_too_long, "bytes together, but its files have only"),
+        (_too_long, "bytes together, but the checkpoint's files have only"),
         (_transformed, "transformed by extensions"),
         (_newer, "the metadata has version '9.0'"),
         (_no_place, "the metadata does not say where the chunk"),
-        (lambda metadata: {"a": 1}, "it has dict where"),
+        (lambda metadata: {"a": 1}, "the metadata has dict where"),
         (lambda metadata: dataclasses.replace(metadata, storage_data=[1]), "not a dict"),
     ],
 )

@@ -78,7 +78,7 @@ def test_entries_of_one_file_count_its_bytes_once() -> None:
         ("shards.1.fields.z.hashes", ["0" * 16] * 2, "has 2 hashes, not 1"),
         ("shards.1.file", "", "is not a file name"),
         ("fields.x.classes", ["a"], "only integers that are not ragged can have names of classes"),
-        ("fields.y.classes", [], "at least one name"),
+        ("fields.y.classes", [], "at least one class name"),
         ("fields.y.classes", ["a", "a"], "named twice"),
         ("fields.z.shape", [], "must have at least one dimension"),
         ("statistics.q", {"mean": 0, "std": 0, "min": 0, "max": 0, "count": 0}, "does not have"),

@@ -67,7 +67,8 @@ def test_the_position_is_restored_and_the_next_step_votes() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_table_is_read_back_as_the_same_schedule(method: str) -> None:
-    schedule = parse_schedule({"method": method, "every": 7, "from_step": 3})
+    settings = {"adasum": {"within_node": "mean"}, "ssp": {"staleness": 3}}
+    schedule = parse_schedule({"method": method, **settings.get(method, {"every": 7, "from_step": 3})})
     assert schedule is not None
     assert parse_schedule(table_of(schedule)) == schedule
     assert parse_schedule(schedule) is schedule
