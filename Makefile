@@ -1,6 +1,6 @@
 # `make help` lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle platforms mpis newest oldest test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-overhead bench-parallel bench-prediction bench-start clean distclean
+.PHONY: help setup plan bundle cluster-setup test trials trials-slurm trials-bundle platforms mpis newest oldest test-fast lint demo picture report-picture docs site check-gpu pack-gpu-check bench bench-reduction bench-data bench-checkpoint bench-step bench-growth bench-async bench-overhead bench-parallel bench-prediction bench-start clean distclean
 
 # The environment that is active, or the one that `make setup` makes.
 VENV ?= .venv
@@ -101,6 +101,9 @@ bench-step: setup ## steps of the examples, the default against what can be name
 
 bench-growth: setup ## what a run costs with 2 to 48 ranks and how that grows: docs/benchmarks/growth.md; half an hour, alone on the machine
 	$(BIN)python -m benchmarks.growth --output benchmarks/results/growth.json
+
+bench-async: setup ## fewer synchronisations against synchronous training and peers: docs/benchmarks/async.md; 25 minutes, alone on the machine, as root
+	$(BIN)python -m benchmarks.asynchronous --output benchmarks/results/async.json
 
 bench-overhead: setup ## what stopping, comparing the ranks and the guards add to a step: docs/benchmarks/overhead.md; three minutes, alone on the machine
 	$(BIN)python -m benchmarks.overhead --output benchmarks/results/overhead.json

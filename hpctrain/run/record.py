@@ -184,7 +184,9 @@ def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
         return ", ".join(split + sharded + on_wire)
     shard = recipe.parallel.shard
     sharded = [f"{shard} sharded"] if shard != "none" else []
-    return ", ".join([f"{reduction.algorithm} reduction, {reduction.wire} on the wire", *sharded])
+    schedule = recipe.reduction.schedule
+    rounds = [f"{schedule.method} every {schedule.every} steps"] if schedule is not None else []
+    return ", ".join([f"{reduction.algorithm} reduction, {reduction.wire} on the wire", *rounds, *sharded])
 
 
 def print_start(recipe: Recipe, session: Session, *, reduction: Reduction | None, dataset: Dataset) -> None:

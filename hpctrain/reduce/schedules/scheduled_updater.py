@@ -239,7 +239,9 @@ class ScheduledUpdater(Watched):
         return self._average.bytes_sent()
 
     def close(self) -> bool:
-        """See `DistributedOptimizer.close`."""
+        """See `DistributedOptimizer.close`. Waits for an average in flight, which other ranks may be sending."""
+        if not self._closed and self._rounds.waits is not None:
+            self._average.finish()
         ended = self._average.close()
         ended = self._inner.close() and ended
         self.step_watch = None

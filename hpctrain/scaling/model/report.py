@@ -88,7 +88,7 @@ def _changes(scenario: Scenario, layout: Layout) -> Iterator[tuple[str, Scenario
         yield (
             f"local SGD, an average every {LOCAL_STEPS} steps",
             replace(scenario, setup=replace(setup, local_steps=LOCAL_STEPS)),
-            "another algorithm of training; hpctrain has none",
+            "another algorithm of training: reduction.schedule",
         )
     yield (
         "twice the network bandwidth",

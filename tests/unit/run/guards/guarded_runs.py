@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,9 @@ class Task:
 
 
 def run(
-    where: Path, task: Task, *, world: World | None = None, name: str = "run", **sections: dict[str, Any]
-) -> dict[str, Any]:
+    where: Path, task: Task, *, world: World | None = None, name: str = "run", nodes: Sequence[str] | None = None,
+    **sections: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     document: dict[str, dict[str, Any]] = {
         "run": {"directory": str(where / name), "steps": STEPS},
         "task": {"target": "tests:Task"},
@@ -91,4 +92,4 @@ def run(
     }
     for section, values in sections.items():
         document[section] = {**document.get(section, {}), **values}
-    return carried_out(document, task, world=world, stop=task.stop)
+    return carried_out(document, task, world=world, nodes=nodes, stop=task.stop)
