@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -13,11 +13,14 @@ from hpctrain.comm import (
     NCCL_VARIABLES,
     HorovodBuild,
     World,
+    agreed,
+    check_same,
     is_true_everywhere,
     nccl_in_effect,
     why_no_nccl,
 )
 from hpctrain.distributed import ShardKind, pipeline_of, shard_of, split_of
+from hpctrain.errors import UsageError
 from hpctrain.launch import RankCores, cpu_share, in_effect
 from hpctrain.reduce import (
     Algorithm,
@@ -34,10 +37,12 @@ from hpctrain.reduce import (
     Ssp,
     SspUpdater,
     ZeroUpdater,
+    checked_schedule,
     gradient_bytes,
     make_reduction,
     make_scheduled,
     reduce_gradients_by,
+    table_of,
 )
 from hpctrain.topology import Topology
 
@@ -115,6 +120,28 @@ class Reductions:
         return SplitModelUpdater(
             model, optimizer, comm=self._world, loss_scale=loss_scale, clip_norm=clip_norm, end_sums=end_sums
         )
+
+    def planned(
+        self,
+        schedule: Mapping[str, Any] | None,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        algorithm: str,
+        wire: str,
+    ) -> Schedule | None:
+        """Returns the schedule of an updater; see `checked_schedule`. Collective.
+
+        Raises UsageError on every rank if a rank's schedule is not valid, or the ranks have different ones.
+        """
+        found = agreed(
+            self._world,
+            lambda: checked_schedule(schedule, model, optimizer, algorithm=algorithm, wire=wire),
+            os_error=UsageError,
+        )
+        table = None if found is None else table_of(found)
+        check_same(self._world, name="the schedule of an updater", value=table, error=UsageError)
+        return found
 
     def updater(
         self,

@@ -56,7 +56,6 @@ from hpctrain.reduce import (
     SspUpdater,
     StepWatch,
     check_for_layouts,
-    checked_schedule,
     layouts_of,
     use_fused_kernels,
     watch_steps,
@@ -248,10 +247,7 @@ class Session:
         layouts = layouts_of(model, num_ranks=self.world_size)
         self.agreed(lambda: check_for_layouts(optimizer, layouts, model=model), os_error=UsageError)
         request = ReductionRequest(algorithm=algorithm, wire=wire, bucket_bytes=bucket_bytes)
-        planned = self.agreed(
-            lambda: checked_schedule(schedule, model, optimizer, algorithm=algorithm, wire=wire),
-            os_error=UsageError,
-        )
+        planned = self.reductions.planned(schedule, model, optimizer, algorithm=algorithm, wire=wire)
         updater: SessionUpdater
         if is_sharded(model) or pipeline is not None:
             updater = self.reductions.split(

@@ -46,6 +46,9 @@ class BackwardTimes:
 class StepOutcome:
     """Result of `DistributedOptimizer.step`. All fields except the times are the same on every rank.
 
+    With a schedule, `loss_scale` is that of this rank's worker, and a step that is not `agreed` has the outcome of the
+    worker.
+
     Attributes:
         applied: False if the step was dropped, because gradients were not finite, or `accepts` returned False. The
             parameters are then unchanged.

@@ -261,7 +261,7 @@ class NormStatistics:
         ]
         if not found or self._comm.num_ranks == 1:
             return
-        sums = torch.cat([statistic.double().reshape(-1) for statistic in found]) * self._share
+        sums = torch.cat([statistic.double().reshape(-1) for statistic in found]).cpu() * self._share
         self._comm.all_reduce(sums)
         for statistic, mean in zip(found, sums.split([s.numel() for s in found]), strict=True):
             statistic.copy_(mean.view(statistic.shape))

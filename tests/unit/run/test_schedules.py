@@ -256,6 +256,8 @@ def test_a_session_refuses_the_same_with_the_same_words() -> None:
             ({"method": "diloco", "every": "3"}, torch.nn.Linear),
             ({"method": "daso", "every": 3, "wire": "low-rank"}, torch.nn.Linear),
             ({"method": "daso", "every": 3}, lambda a, b: torch.nn.SyncBatchNorm(a)),
+            ({"method": "daso", "every": 3 + world.rank}, torch.nn.Linear),
+            (None if world.rank else {"method": "daso", "every": 3}, torch.nn.Linear),
         ):
             session = session_over(world)
             model = make(4, 4)
@@ -273,6 +275,7 @@ def test_a_session_refuses_the_same_with_the_same_words() -> None:
         [
             "every is missing", "choose one of local-sgd, diloco, daso", "outer_momentum is 1.5", "every is '3'",
             "does not send every change", "batch normalisation over the ranks",
+            "the schedule of an updater must be the same on every rank", "the schedule of an updater must be the same",
         ],
         strict=True,
     ):  # fmt: skip
