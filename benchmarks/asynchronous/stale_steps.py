@@ -44,7 +44,7 @@ def at_most(num_ranks: int) -> float:
 def _cell(session: Session, staleness: Any, *, slow: bool, settings: Settings) -> dict[str, float]:
     num_steps, step_s = settings["num_steps"], settings["step_s"]
     model = torch.nn.Linear(PARAMETERS // 10, 10, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     schedule = None if staleness is None else {"method": "ssp", "staleness": staleness}
     updater = session.distributed_optimizer(model, optimizer, schedule=schedule)
     inputs = torch.ones(1, PARAMETERS // 10)
