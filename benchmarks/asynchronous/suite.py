@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from benchmarks.asynchronous.stale_steps import at_most
 from benchmarks.asynchronous.training import Course, pack, train
 from benchmarks.harness import Bench, Part, Suite
 from benchmarks.results_file import Record
@@ -28,6 +29,8 @@ METHODS: Mapping[str, Any] = {SYNCHRONOUS: SYNCHRONOUS, PEER: PEER, **SCHEDULES}
 MOST_STEP_S = 0.35
 MOST_BYTES = 0.01
 MOST_LOSS = 1.02
+LEAST_WON_BACK = 0.8
+STALE_RANKS = 8
 OVER_SYNCHRONOUS, OVER_PEER = 5.0, 2.0
 COURSES = {
     "characters": Course(
@@ -47,7 +50,8 @@ class Scale:
     """Sizes of the measurements.
 
     width, layers: of the model. samples: of a rank in a step. num_rounds: timed rounds of a method. seeds: of the
-    trainings, each once with each schedule. changes: overrides of all recipes.
+    trainings, each once with each schedule. changes: overrides of all recipes. stale_steps, stale_rounds: of each cell
+    with stale reads.
     """
 
     width: int = 2236
@@ -58,13 +62,15 @@ class Scale:
     seeds: tuple[int, ...] = (1,)
     changes: tuple[tuple[str, Any], ...] = ()
     courses: tuple[str, ...] = tuple(COURSES)
+    stale_steps: int = 70
+    stale_rounds: int = 2
     timeout_s: float = 600.0
 
 
 FULL = Scale()
 QUICK = replace(
     FULL, width=64, layers=2, num_rounds=1, seeds=(1,), changes=(("run.steps", 4), ("data.evaluation_samples", 64)),
-    courses=("characters",), timeout_s=200.0,
+    courses=("characters",), stale_steps=10, stale_rounds=1, timeout_s=200.0,
 )  # fmt: skip
 
 Found = Mapping[str, Mapping[str, Any]]  # of a method: what `ranks.steps` returns
@@ -138,6 +144,21 @@ def loss_records(course: str, found: Mapping[str, Sequence[float]]) -> list[Reco
                 )
             )  # fmt: skip
     return records
+
+
+def stale_record(found: Mapping[str, Any]) -> Record:
+    """Returns the record of figure 5. found: what `stale_steps` returns."""
+    seconds = {name: median(one["seconds"] for one in of) for name, of in found["cells"].items()}
+    slow = seconds["synchronous, one rank slow"]
+    lost_s, won_s = slow - seconds["synchronous"], slow - seconds["stale, one rank slow"]
+    return Record(
+        id="async.5.stale-reads", value=won_s / lost_s, bar=LEAST_WON_BACK, sense="at least", unit="s/s",
+        what=f"staleness {found['staleness']} on {found['ranks']} ranks, one of which is twice as slow in 10% of its "
+        f"steps: share of the lost time that is won back ({seconds['synchronous']:.3f} s a step without and "
+        f"{slow:.3f} s with the slow rank, {seconds['stale, one rank slow']:.3f} s with stale reads; taking over work "
+        f"can win back {at_most(found['ranks']):.2f})",
+        samples=dict(found),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- the page
@@ -224,6 +245,18 @@ def _losses(name: str) -> Callable[[Bench], Iterator[Record]]:
     return measure
 
 
+def _stale_reads(bench: Bench) -> Iterator[Record]:
+    scale: Scale = bench.scale
+    settings = {
+        "staleness": 3,
+        "num_steps": scale.stale_steps,
+        "step_s": 0.5,
+        "num_rounds": scale.stale_rounds,
+    }
+    place = bench.one_node("benchmarks.asynchronous.stale_steps", num_ranks=STALE_RANKS)
+    yield stale_record(place.run("stale_steps", settings, timeout_s=scale.timeout_s))
+
+
 SUITE = Suite(
     name="async",
     about=__doc__,
@@ -233,5 +266,10 @@ SUITE = Suite(
     parts=(
         Part(figures=("1", "2", "3"), title=f"25 million parameters, two nodes, {RATE}", measure=_steps),
         *(Part(figures=("4",), title=f"held-out loss of {name}", measure=_losses(name)) for name in COURSES),
+        Part(
+            figures=("5",),
+            title=f"stale reads on {STALE_RANKS} ranks, one of them slow at times",
+            measure=_stale_reads,
+        ),
     ),
 )

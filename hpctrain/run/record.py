@@ -185,7 +185,8 @@ def _describe_reduction(recipe: Recipe, reduction: Reduction | None) -> str:
     shard = recipe.parallel.shard
     sharded = [f"{shard} sharded"] if shard != "none" else []
     schedule = recipe.reduction.schedule
-    rounds = [f"{schedule.method} every {schedule.every} steps"] if schedule is not None else []
+    every = getattr(schedule, "every", None)  # Adasum is the reduction itself
+    rounds = [f"{schedule.method} every {every} steps"] if schedule is not None and every is not None else []
     return ", ".join([f"{reduction.algorithm} reduction, {reduction.wire} on the wire", *rounds, *sharded])
 
 

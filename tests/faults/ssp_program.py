@@ -1,6 +1,7 @@
 """A user's loop with a parameter server, in which one rank fails: `python -m tests.faults.ssp_program OPTIONS`.
 
-OPTIONS are JSON: rank, how and at (which rank does what after how many of its batches), staleness, servers, folder.
+OPTIONS are JSON: rank, how and at (which rank does what after how many of its batches or, if it only serves,
+updates), staleness, servers, folder.
 Each rank appends what it used to `used-RANK`, and says in `failed` when it fails.
 """
 
@@ -67,8 +68,7 @@ def main(*, folder: str, staleness: Any, servers: Any, rank: int = -1, how: str 
         position: Position = session.load_state(where / "checkpoints", updater, loader=loader)
         num_batches = 0
         if session.rank == rank and not updater.trains:  # it fails while it serves
-            signal.signal(signal.SIGALRM, lambda *_: fail(how, where))
-            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            updater.before_update = lambda update: fail(how, where) if update == at else None
         while position.step < STEPS:
             batches = session.shared_batches(updater, loader, position=position, steps=SAVE_EVERY)
             used = []

@@ -117,6 +117,7 @@ class ParameterClient:
         self._messages = [np.zeros(layout.message.num_bytes, dtype=np.uint8) for layout in layouts]
         self._versions = [-1] * len(servers)
         self._num_left = 0
+        self._until = 0
         self._waits_for, self._wait_place = "", 0
         self.figures = StalenessFigures()
 
@@ -124,12 +125,13 @@ class ParameterClient:
         """Forgets which versions the model has, after the versions have begun anew."""
         self._versions = [-1] * len(self._servers)
 
-    def take(self) -> OrderPart:
-        """Takes the next part of the common order."""
+    def take(self, *, until: int) -> OrderPart | None:
+        """Takes the next part of the common order; None if it is of the clock `until` or a later one."""
+        self._until = until
         number = self._memory.fetch_add(self._servers[0], offset=COUNTER, value=1)
         clock, index = divmod(number, self._num_workers)
-        self._memory.progressed(place=clock)
-        return OrderPart(clock=clock, index=index)
+        self._memory.progressed(place=min(clock, until))
+        return OrderPart(clock=clock, index=index) if clock < until else None
 
     def read(self, *, at_least: int, clock: int) -> ParameterRead:
         """Reads the newest version of each share into the model, once all are `at_least` or newer.
@@ -253,7 +255,8 @@ class ParameterClient:
             self._memory.flush()
             late = np.flatnonzero(taken[:, 0] != self._num_left)
             if len(late):
-                self._wait_place = clock
+                # The highest number, so that all ranks that do not wait count as late: that server is among them.
+                self._wait_place = self._until
                 self._waits_for = f"for rank {self._servers[late[0]]} to take the gradients of step {clock}"
             return not len(late)
 

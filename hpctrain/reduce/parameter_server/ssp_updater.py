@@ -225,8 +225,8 @@ class SspUpdater(Watched):
         self._is_running = True
         if self._worker is None:
             return None
-        part, staleness = self._client.take(), self.schedule.staleness
-        if part.clock >= until:
+        part, staleness = self._client.take(until=until), self.schedule.staleness
+        if part is None:
             return None
         at_least = 0 if isinstance(staleness, str) else part.clock - staleness
         self._last_read = read = self._client.read(at_least=at_least, clock=part.clock)
