@@ -235,7 +235,9 @@ class SlurmSection(RecipeSection):
         if self.launcher != "supervise":
             raise ValueError("elastic needs launcher = 'supervise', which starts the ranks again")
         if self.spares:
-            raise ValueError("elastic: nodes beyond those that MAX ranks need are spares, so leave spares out")
+            raise ValueError(
+                "elastic: nodes beyond those that MAX ranks need are spares, so leave spares out"
+            )
         if not least <= most <= slots:
             raise ValueError(
                 f"elastic = {self.elastic!r}: MIN must be at most MAX, and MAX at most nodes x tasks_per_node = {slots}"

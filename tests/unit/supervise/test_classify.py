@@ -50,7 +50,10 @@ def test_the_cause_of_a_recorded_failure_is_named(path: Path) -> None:
 def test_there_are_enough_logs_and_each_cause_has_some() -> None:
     headers = [read_log(path)[1] for path in LOGS]
     assert len(headers) >= 30
-    assert {header["cause"] for header in headers} == {cause.value for cause in AttemptEnd} - {"finished", "resized"}
+    assert {header["cause"] for header in headers} == {cause.value for cause in AttemptEnd} - {
+        "finished",
+        "resized",
+    }
     assert all(header["source"] for header in headers)
     assert sum(header["source"].startswith("recorded") for header in headers) >= 15
 
