@@ -164,12 +164,15 @@ class NodesAdvisor:
         self._lock = threading.Lock()  # of the evidence
         self._wanted = threading.Event()
         self._ended = False
+        self._error: Exception | None = None
         self._records: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._advise_until_ended, name="hpctrain-advice", daemon=True)
         self._thread.start()
 
     def receive(self, record: Mapping[str, Any]) -> None:
         """Adds a record to the evidence, asks the thread for new advice if it is due, and at a save for other nodes."""
+        if self._error is not None:
+            raise self._error
         with self._lock:
             self._evidence.add(record)
         if record["kind"] == self._new_evidence and self._clock() >= self._due_s:
@@ -198,7 +201,11 @@ class NodesAdvisor:
             if self._ended:
                 return
             self._wanted.clear()
-            advice, step, steps_left = self._advice()
+            try:
+                advice, step, steps_left = self._advice()
+            except Exception as error:  # the thread that trains raises it, and goes on without advice
+                self._error = error
+                return
             if advice is not None:
                 self._due_s = self._clock() + self._every_s
                 if self._request is not None:

@@ -171,8 +171,11 @@ def carry_out_resize(plan: ResizePlan, controller: SlurmController, *, reason: s
             _change_request(plan, controller)
         except SlurmUnavailable:
             raise
-        except SlurmRefused:  # some versions do not change the nodes of such a job, and some sites forbid it
-            return carry_out_resize(replace(plan, way=ResizeWay.RESUBMIT), controller, reason=reason)
+        except SlurmRefused:
+            # Some sites forbid it; or the job has begun meanwhile, and its ranks are to save before it ends.
+            active = tuple(active_jobs(plan.run_directory, controller)) or plan.active
+            again = replace(plan, way=ResizeWay.RESUBMIT, active=active)
+            return carry_out_resize(again, controller, reason=reason)
         _record(plan, changed)
         return changed
     if plan.way is ResizeWay.SHRINK:
