@@ -63,7 +63,7 @@ class Scale:
     changes: tuple[tuple[str, Any], ...] = ()
     courses: tuple[str, ...] = tuple(COURSES)
     stale_steps: int = 70
-    stale_rounds: int = 2
+    stale_rounds: int = 1
     timeout_s: float = 600.0
 
 
@@ -250,7 +250,7 @@ def _stale_reads(bench: Bench) -> Iterator[Record]:
     settings = {
         "staleness": 3,
         "num_steps": scale.stale_steps,
-        "step_s": 0.5,
+        "step_s": 1.0,
         "num_rounds": scale.stale_rounds,
     }
     place = bench.one_node("benchmarks.asynchronous.stale_steps", num_ranks=STALE_RANKS)

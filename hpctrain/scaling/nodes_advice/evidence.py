@@ -179,6 +179,11 @@ class RunEvidence:
                 raise UsageError(
                     f"the model has no formula for parallel.{key} = {found!r}, only for replicas"
                 )
+        if schedule := (recipe.get("reduction") or {}).get("schedule"):
+            raise UsageError(
+                f"the model has no formula for reduction.schedule with method = {schedule['method']!r}, only for steps "
+                "in which all ranks sum their gradients"
+            )
 
     def _parts(self, *, num_ranks: int) -> tuple[Mapping[str, float], int]:
         """Returns the seconds per step of each part, over all ranks, and the number of steps."""
