@@ -177,6 +177,9 @@ def test_too_little_is_refused_with_what_is_missing() -> None:
     for key, value in (("pipeline", 2), ("tensor", 2), ("shard", "parameters")):
         with pytest.raises(UsageError, match=rf"parallel\.{key} = "):
             collected(usual(), starts=[start(recipe={"parallel": {key: value}})]).job()
+    local = start(recipe={"reduction": {"schedule": {"method": "local-sgd", "every": 5}}})
+    with pytest.raises(UsageError, match=r"no formula for reduction\.schedule with method = 'local-sgd'"):
+        collected(usual(), starts=[local]).job()
 
 
 def test_memory_does_not_grow_with_the_run() -> None:
