@@ -406,6 +406,11 @@ class Recipe(RecipeSection):
                 f"scaling.act = true changes the number of ranks, and run.ranks = {self.run.ranks} forbids it: leave "
                 "one of them out"
             )
+        if self.scaling.act and self.slurm.elastic is not None:
+            raise ValueError(
+                f"scaling.act = true cannot be combined with slurm.elastic = {self.slurm.elastic!r}: an elastic run has "
+                "as many ranks as its job has slots, and does not follow the advice; leave one of them out"
+            )
         if self.checkpoint.signal in self.stop.signals:
             raise ValueError(
                 f"{self.checkpoint.signal} is checkpoint.signal and one of stop.signals: choose another, or "

@@ -275,11 +275,15 @@ def test_a_recipe_that_may_act_needs_a_limit_and_no_fixed_number_of_ranks() -> N
         ScalingSection(min_nodes=3, max_nodes=2)
     with pytest.raises(ValidationError, match="is not a link rate"):
         ScalingSection(link="fast")
+    recipe: dict[str, Any] = {
+        "run": {"directory": "run", "steps": 10}, "task": {"target": "a:B"},
+        "data": {"train": "data", "global_batch": 12}, "scaling": {"act": True, "max_nodes": 4},
+    }  # fmt: skip
     with pytest.raises(Exception, match=r"run\.ranks = 2 forbids it"):
-        parse_recipe({
-            "run": {"directory": "run", "steps": 10, "ranks": 2}, "task": {"target": "a:B"},
-            "data": {"train": "data", "global_batch": 12}, "scaling": {"act": True, "max_nodes": 4},
-        })  # fmt: skip
+        parse_recipe(recipe | {"run": {"directory": "run", "steps": 10, "ranks": 2}})
+    elastic = {"nodes": 4, "launcher": "supervise", "elastic": "2:4"}
+    with pytest.raises(Exception, match=r"cannot be combined with slurm\.elastic = '2:4'"):
+        parse_recipe(recipe | {"slurm": elastic})
 
 
 def test_a_run_that_asks_stops_with_its_state_saved_and_its_reason_in_the_records(
