@@ -408,8 +408,8 @@ class Recipe(RecipeSection):
             )
         if self.scaling.act and self.slurm.elastic is not None:
             raise ValueError(
-                f"scaling.act = true cannot be combined with slurm.elastic = {self.slurm.elastic!r}: an elastic run has "
-                "as many ranks as its job has slots, and does not follow the advice; leave one of them out"
+                f"scaling.act = true cannot be combined with slurm.elastic = {self.slurm.elastic!r}: an elastic run "
+                "has as many ranks as its job has slots, and does not follow the advice; leave one of them out"
             )
         if self.checkpoint.signal in self.stop.signals:
             raise ValueError(
