@@ -337,6 +337,7 @@ class Reduction:
         wire: Name of the wire format.
         bucket_bytes: Maximum size of a bucket's gradients, in bytes.
         overlap: True if buckets are reduced during backward.
+        oversubscribed: True if there are more ranks than cores, and buckets are reduced during backward.
         record: The choice and its measurements, as JSON values.
         is_measured: True if measurements chose the algorithm or the wire format.
         alternatives: The candidates among which the measurements chose.
@@ -349,6 +350,7 @@ class Reduction:
     wire: str
     bucket_bytes: int
     overlap: bool
+    oversubscribed: bool
     record: dict[str, Any]
     is_measured: bool = False
     alternatives: tuple[Candidate, ...] = ()
@@ -390,7 +392,7 @@ class Reduction:
             )
         given: dict[str, Any] = {
             "comm": comm, "bucket_bytes": self.bucket_bytes, "loss_scale": loss_scale, "clip_norm": clip_norm,
-            "overlap": self.overlap,
+            "overlap": self.overlap, "oversubscribed": self.oversubscribed,
         }  # fmt: skip
         if isinstance(self.reducer, ZeroReducer):
             keeps = shard_of(model) != "gradients"
@@ -452,6 +454,7 @@ def make_reduction(
     shard: ShardKind = "none",
     overlap: bool = True,
     spare_core: bool = True,
+    oversubscribed: bool = False,
     nccl: Algorithm | None = None,
     note: Callable[[str], None],
 ) -> Reduction:
@@ -464,6 +467,7 @@ def make_reduction(
         shard: What is sharded. Unless `shard` is "none", the reducer is one for a `ZeroUpdater`.
         overlap: True if reductions run during backward.
         spare_core: True if each rank has a core that its threads leave free.
+        oversubscribed: True if there are more ranks than cores, and buckets are reduced during backward.
         nccl: The NCCL algorithm that Horovod uses; None if Horovod uses none.
         note: Function that is called with a text for the user, for example about a fallback.
     """
@@ -484,7 +488,7 @@ def make_reduction(
         }  # fmt: skip
         return Reduction(
             reducer=maker.make_adasum(plan.adasum), wire="fp32", bucket_bytes=bucket_bytes, overlap=overlap,
-            record=record,
+            oversubscribed=oversubscribed, record=record,
         )  # fmt: skip
     if shard != "none" and world.num_ranks > 1:
         wire = "fp32" if plan.wire == AUTO else plan.wire
@@ -494,7 +498,8 @@ def make_reduction(
             "source": f"parallel.shard = {shard}", "wire": wire, "bucket_bytes": bucket_bytes, "overlap": overlap,
         }  # fmt: skip
         return Reduction(
-            reducer=zero, wire=wire, bucket_bytes=bucket_bytes, overlap=overlap, record=record,
+            reducer=zero, wire=wire, bucket_bytes=bucket_bytes, overlap=overlap,
+            oversubscribed=oversubscribed, record=record,
         )  # fmt: skip
     if AUTO not in (plan.algorithm, plan.wire):
         reducer = maker.make(parse_algorithm(plan.algorithm), wire=plan.wire)
@@ -509,7 +514,8 @@ def make_reduction(
             "overlap": overlap,
         }
         return Reduction(
-            reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, record=record,
+            reducer=reducer, wire=plan.wire, bucket_bytes=bucket_bytes, overlap=overlap, oversubscribed=oversubscribed,
+            record=record,
         )  # fmt: skip
     # All ranks choose for rank 0's model. If a rank has another one, comparing the plans of the buckets names it.
     gradient_bytes = broadcast_json(world, gradient_bytes)
@@ -522,7 +528,7 @@ def make_reduction(
     algorithm, wire = choice.candidate
     return Reduction(
         reducer=maker.make(Algorithm(algorithm), wire=wire), wire=wire, bucket_bytes=choice.bucket_bytes,
-        overlap=overlap, record={**choice.record(), "overlap": overlap},
+        overlap=overlap, oversubscribed=oversubscribed, record={**choice.record(), "overlap": overlap},
         is_measured=True, alternatives=tuple(alternatives), maker=maker, asked_bucket_bytes=plan.bucket_bytes,
         note=note,
     )  # fmt: skip

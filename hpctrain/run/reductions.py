@@ -46,6 +46,10 @@ from hpctrain.reduce import (
 )
 from hpctrain.topology import Topology
 
+# If ranks outnumber their cores, smaller gradients are reduced after backward: while a rank waits for the network,
+# another rank computes. Larger gradients take a link so long that it should be in use during backward.
+_OVERLAPS_FROM_BYTES = 8 << 20
+
 
 @final
 class Reductions:
@@ -86,10 +90,12 @@ class Reductions:
             gradient_bytes: The size of one rank's gradients.
             shard: What a `ZeroUpdater` shards, `optimizer` or `gradients`; `none` for other updaters.
         """
-        spare_core = self.has_spare_core()
+        spare_core, oversubscribed = self.has_spare_core(), self.oversubscribed()
+        after_backward = oversubscribed and shard == "none" and gradient_bytes < _OVERLAPS_FROM_BYTES
+        overlap = self.overlap(spare_core=spare_core, after_backward=after_backward)
         made = make_reduction(
             self._world, plan, topology=self._topology, device=self._device, gradient_bytes=gradient_bytes, shard=shard,
-            overlap=self.overlap(spare_core=spare_core), spare_core=spare_core,
+            overlap=overlap, spare_core=spare_core, oversubscribed=oversubscribed and overlap,
             nccl=self.nccl(plan.algorithm), note=self._note,
         )  # fmt: skip
         self._made.append(made)
@@ -178,18 +184,18 @@ class Reductions:
             optimizer, comm=self._world, model=model, loss_scale=loss_scale, clip_norm=clip_norm
         )
 
-    def overlap(self, *, spare_core: bool) -> bool:
-        """Returns True if reductions are faster when they run during backward. Collective.
+    def overlap(self, *, spare_core: bool, after_backward: bool = False) -> bool:
+        """Returns True if reductions are faster when they run during backward. Not collective.
 
         Reductions during backward are faster if reductions wait for a network or a device, or if each rank has a spare
         core. On a single node on which the ranks use every core, reductions would take cores from backward and add
-        context switches. If ranks outnumber their cores, other ranks compute while a rank waits for the network.
+        context switches.
 
         spare_core: The result of `has_spare_core`.
+        after_backward: True if a wait for the network costs less than a thread that reduces during backward.
         """
-        if spare_core or self._device.type != "cpu":
-            return True
-        return self._topology.num_nodes > 1 and not self.oversubscribed()
+        waits_for_network = self._topology.num_nodes > 1 and not after_backward
+        return spare_core or waits_for_network or self._device.type != "cpu"
 
     def has_spare_core(self) -> bool:
         """Returns True if every rank has a core that its threads leave free. Collective."""

@@ -248,6 +248,9 @@ Result = TypeVar("Result")
 # Sleeps between polls: short enough for a fast reaction to messages, long enough to leave a shared core to backward.
 SHORTEST_WAIT_S = 20e-6
 LONGEST_WAIT_S = 200e-6
+# If there are more ranks than cores, and buckets are reduced during backward, a poll takes processor time from a rank
+# that computes.
+LONGEST_WAIT_OVERSUBSCRIBED_S = 2e-3
 # A caller with nothing else to do first spins for this long: the kernel rounds the shortest sleep up to about 70 us,
 # and a rank that sleeps while the last one arrives delays that one in turn.
 SPIN_S = 500e-6

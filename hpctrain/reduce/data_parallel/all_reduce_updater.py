@@ -16,6 +16,8 @@ from hpctrain.comm import Collective, broadcast_json
 from hpctrain.errors import UsageError
 from hpctrain.reduce.contract.bucket_plan import Bucket, completed_order
 from hpctrain.reduce.contract.bucket_reducer import (
+    LONGEST_WAIT_OVERSUBSCRIBED_S,
+    LONGEST_WAIT_S,
     BucketReducer,
     InBackground,
     Numbers,
@@ -76,6 +78,8 @@ class AllReduceUpdater(UpdaterBase):
         max_in_flight: Maximum number of reductions in flight.
         overlap: True to reduce on a separate thread during backward. False to reduce in `step`, on the calling thread;
             then only reductions that a thread outside Python continues (`InBackground`) start during backward.
+        oversubscribed: True if there are more ranks than cores, and buckets are reduced during backward; polls for
+            progress are then further apart.
         model: Model that computes with the parameters. The updater checks that the model's parameters are not replaced.
         choice: The measured choice from which `reducer` and `bucket_bytes` come; None if the user asked for them. The
             choice is saved in checkpoints, and the choice of a loaded checkpoint replaces it.
@@ -102,6 +106,7 @@ class AllReduceUpdater(UpdaterBase):
         clip_norm: float | None = None,
         max_in_flight: int = 4,
         overlap: bool = True,
+        oversubscribed: bool = False,
         model: torch.nn.Module | None = None,
         choice: MeasuredChoice | None = None,
         plain_weight: float | None = None,
@@ -117,6 +122,7 @@ class AllReduceUpdater(UpdaterBase):
         self._checks = ParameterChecks(optimizer, self._parameters, model=model)
         self._max_in_flight = max_in_flight
         self._overlap = overlap
+        self._longest_wait_s = LONGEST_WAIT_OVERSUBSCRIBED_S if oversubscribed else LONGEST_WAIT_S
         self._pipeline: ReductionPipeline | None = None
         self._use(reducer, bucket_bytes=bucket_bytes)
         self._begin_step()
@@ -199,6 +205,7 @@ class AllReduceUpdater(UpdaterBase):
                 device=self._planned.device,
                 max_in_flight=self._max_in_flight,
                 overlap=self._overlap,
+                longest_wait_s=self._longest_wait_s,
                 in_background=reducer.in_background if isinstance(reducer, InBackground) else None,
             )
 

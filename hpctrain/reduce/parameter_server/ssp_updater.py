@@ -20,6 +20,7 @@ from hpctrain.comm import Collective, World, agreed
 from hpctrain.errors import DivergedError, UsageError
 from hpctrain.reduce.contract.bucket_plan import GradientSpec, plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import (
+    LONGEST_WAIT_OVERSUBSCRIBED_S,
     LONGEST_WAIT_S,
     Shapes,
     StateTensor,
@@ -58,9 +59,6 @@ from hpctrain.reduce.zero.owned_parts import OwnedParts, check_zero_optimizer
 
 # Consecutive parts of one rank with gradients that are not finite, after which the run ends.
 _MAX_NOT_FINITE = 20
-
-# If ranks outnumber cores, a poll of the server takes processor time from a rank that computes.
-_LONGEST_WAIT_OVERSUBSCRIBED_S = 2e-3
 
 
 @final
@@ -124,7 +122,7 @@ class SspUpdater(Watched):
         self.num_workers = len(workers)
         self._worker = workers.index(world.rank) if world.rank in workers else None
         self._checks = ParameterChecks(optimizer, self._parameters, model=model)
-        longest_wait_s = _LONGEST_WAIT_OVERSUBSCRIBED_S if oversubscribed else LONGEST_WAIT_S
+        longest_wait_s = LONGEST_WAIT_OVERSUBSCRIBED_S if oversubscribed else LONGEST_WAIT_S
         division = _division(self._parameters, num_servers=len(self._servers))
         dtypes = [bucket.dtype for bucket in division.buckets]
         counts = [[share.numel for share in of_bucket[:-1]] for of_bucket in division.shares]

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hpctrain.comm import Collective
 from hpctrain.reduce.contract.bucket_plan import plan_buckets
 from hpctrain.reduce.contract.bucket_reducer import (
+    LONGEST_WAIT_OVERSUBSCRIBED_S,
     LONGEST_WAIT_S,
     BucketReducer,
     Shapes,
@@ -31,8 +32,6 @@ from hpctrain.reduce.wire_formats import find_wire
 
 BASE = "base/"
 ARRIVED = "arrived/"
-# Training goes on while an average is on its way; polls must not take its cores.
-_LONGEST_WAIT_IN_BACKGROUND_S = 2e-3
 
 
 @final
@@ -98,7 +97,8 @@ class ParameterAverage:
         self._squares = GradientSquares(self._buckets, self._memory)
         self._pipeline = ReductionPipeline(
             reducer.reduce, device=device, overlap=self._in_background,
-            longest_wait_s=_LONGEST_WAIT_IN_BACKGROUND_S if self._in_background else LONGEST_WAIT_S,
+            # Training goes on meanwhile; polls must not take its cores.
+            longest_wait_s=LONGEST_WAIT_OVERSUBSCRIBED_S if self._in_background else LONGEST_WAIT_S,
         )  # fmt: skip
         self._pipeline.observer = self._observer
 

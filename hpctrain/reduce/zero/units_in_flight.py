@@ -19,7 +19,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from hpctrain.reduce.contract.bucket_reducer import Backoff
+from hpctrain.reduce.contract.bucket_reducer import LONGEST_WAIT_OVERSUBSCRIBED_S, LONGEST_WAIT_S, Backoff
 from hpctrain.reduce.contract.updater import ReductionObserver
 from hpctrain.reduce.data_parallel.reduction_thread import ReductionPipeline, TimeInFlight
 from hpctrain.reduce.zero.bucket_division import BucketDivision
@@ -185,7 +185,7 @@ class UnitsInFlight:
     reducer: reducer that has memory for the plan.
     parameters: parameters of the plan.
     model: see `can_arrive_late`.
-    max_in_flight, overlap: see `AllReduceUpdater`.
+    max_in_flight, overlap, oversubscribed: see `AllReduceUpdater`.
     """
 
     def __init__(
@@ -197,6 +197,7 @@ class UnitsInFlight:
         model: torch.nn.Module | None,
         max_in_flight: int,
         overlap: bool,
+        oversubscribed: bool,
     ) -> None:
         self._reducer = reducer
         self._plan = plan
@@ -210,6 +211,7 @@ class UnitsInFlight:
             device=torch.device("cpu"),  # the units' memory is on the host
             max_in_flight=max_in_flight,
             overlap=overlap,
+            longest_wait_s=LONGEST_WAIT_OVERSUBSCRIBED_S if oversubscribed else LONGEST_WAIT_S,
         )
         self._arrivals = Arrivals(
             [[parameters[slot.parameter] for slot in bucket.slots] for bucket in plan.buckets],

@@ -53,7 +53,7 @@ class ZeroUpdater(UpdaterBase):
         keeps_gradients: True (ZeRO-1): there is memory for all gradients, and backward waits for no other rank. False
             (ZeRO-2): there is memory for the gradients of two buckets and this rank's share of the sums, and backward
             waits for the network if the network is slower.
-        bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap: See `AllReduceUpdater`.
+        bucket_bytes, loss_scale, clip_norm, max_in_flight, overlap, oversubscribed: See `AllReduceUpdater`.
         align_elems: Shares end at multiples of this number of elements within a parameter.
         model: Model that computes with the parameters. If the model has scripted modules, `step` waits for all
             parameters. `step` also waits without `overlap`, and in a process that has compiled something with
@@ -75,6 +75,7 @@ class ZeroUpdater(UpdaterBase):
         clip_norm: float | None = None,
         max_in_flight: int = 4,
         overlap: bool = True,
+        oversubscribed: bool = False,
         align_elems: int = ALIGNMENT_ELEMS,
         model: torch.nn.Module | None = None,
     ) -> None:
@@ -111,7 +112,7 @@ class ZeroUpdater(UpdaterBase):
         )
         self._units = UnitsInFlight(
             reducer, plan=self._plan, parameters=self._parameters, model=model,
-            max_in_flight=max_in_flight, overlap=overlap,
+            max_in_flight=max_in_flight, overlap=overlap, oversubscribed=oversubscribed,
         )  # fmt: skip
         self._begin_step()
         self._register_hooks(self._hook)

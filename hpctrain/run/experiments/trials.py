@@ -71,7 +71,7 @@ def _exact_updater(make: Any, model: torch.nn.Module, *args: Any, **options: Any
 
 def sum_during_backward(session: Any) -> None:
     """Makes updaters sum gradients on a thread during backward, even if ranks have no spare core for this thread."""
-    session.reductions.overlap = lambda *, spare_core: True
+    session.reductions.overlap = lambda **_: True
 
 
 # Runs trials.

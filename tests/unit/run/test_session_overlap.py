@@ -13,6 +13,8 @@ import torch
 
 from hpctrain.comm import World
 from hpctrain.comm.backends.threads_world import run_threads
+from hpctrain.distributed import ShardKind
+from hpctrain.reduce import ReductionRequest
 from hpctrain.run import Session
 from tests.sessions import session_over
 
@@ -54,8 +56,7 @@ CASES = {
     "each bound to two": (Case(nodes="aa", cores=[{0, 1}, {2, 3}]), True),
     "one has none to spare": (Case(nodes="aaa", cores=[{0, 1}, {2}, {3, 4}]), False),
     "two nodes with all cores in use": (Case(nodes="ab", cores=[{0}, {0}]), True),
-    "nodes made up on one machine share its cores": (Case(nodes="ab", hosts="xx", cores=[{0}, {0}]), False),
-    "two nodes with two ranks on a core": (Case(nodes="aab", cores=[{0}, {0}, {0}]), False),
+    "nodes made up on one machine": (Case(nodes="ab", hosts="xx", cores=[{0}, {0}]), True),
     "a device": (Case(nodes="aa", cores=[{0}, {0}], device="cuda"), True),
     "one rank on one core": (Case(nodes="a", cores=[{0}]), False),
 }
@@ -89,3 +90,27 @@ def test_ranks_know_whether_they_outnumber_their_cores(
     monkeypatch.setattr("hpctrain.run.reductions.in_effect", lambda: preloaded)
     found = on_ranks(monkeypatch, case, lambda s: s.reductions.oversubscribed())
     assert found == [expected or preloaded] * len(case.nodes)
+
+
+CROWDED_NODES = Case(nodes="aab", cores=[{0}, {0}, {0}])
+ROOMY_NODES = Case(nodes="ab", cores=[{0}, {0}])
+
+
+@pytest.mark.parametrize(
+    ("case", "gradient_bytes", "shard", "expected"),
+    [
+        (CROWDED_NODES, 1 << 20, "none", False),
+        (CROWDED_NODES, 100 << 20, "none", True),
+        (CROWDED_NODES, 1 << 20, "optimizer", True),
+        (ROOMY_NODES, 1 << 20, "none", True),
+    ],
+    ids=["small gradients", "large gradients", "sharded optimizer", "a core for each rank"],
+)
+def test_small_gradients_are_reduced_after_backward_where_ranks_outnumber_cores(
+    monkeypatch: pytest.MonkeyPatch, case: Case, gradient_bytes: int, shard: ShardKind, expected: bool
+) -> None:
+    def overlaps(session: Session) -> bool:
+        plan = ReductionRequest(algorithm="direct")
+        return session.reductions.make(plan, gradient_bytes=gradient_bytes, shard=shard).overlap
+
+    assert on_ranks(monkeypatch, case, overlaps) == [expected] * len(case.nodes)
