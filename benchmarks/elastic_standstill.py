@@ -1,4 +1,4 @@
-"""How long an elastic run stands still when a rank is killed: `python -m benchmarks.elastic_standstill --losses 20`.
+"""How long the loss of a rank interrupts an elastic run: `python -m benchmarks.elastic_standstill --losses 20`.
 
 The standstill is the time from the last step that is recorded before the loss to the first step that is recorded after
 it. The run trains the digits on this machine; each rank is killed by SIGKILL at a random moment, and is started again.

@@ -42,7 +42,7 @@ def supervise_command(
     hostfile: Annotated[
         Path | None,
         typer.Option(
-            help="--elastic outside of Slurm: file with a line `localhost slots=N`, read again while the run goes on."
+            help="--elastic outside of Slurm: file with a line `localhost slots=N`, read again while the run continues."
         ),
     ] = None,
     ranks_per_node: Annotated[

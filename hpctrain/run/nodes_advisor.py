@@ -203,7 +203,7 @@ class NodesAdvisor:
             self._wanted.clear()
             try:
                 advice, step, steps_left = self._advice()
-            except Exception as error:  # the thread that trains raises it, and goes on without advice
+            except Exception as error:  # the thread that trains raises it, and continues without advice
                 self._error = error
                 return
             if advice is not None:

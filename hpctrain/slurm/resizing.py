@@ -42,7 +42,7 @@ class ResizeWay(Enum):
     """How the number of nodes is changed."""
 
     QUEUE = "queue"  # the job waits: Slurm changes its request, and it keeps its place in the queue
-    SHRINK = "shrink"  # the job runs and is shrinkable: it saves, gives nodes back and goes on
+    SHRINK = "shrink"  # the job runs and is shrinkable: it saves, gives nodes back and continues
     RESUBMIT = (
         "resize"  # the run is submitted again; the new job begins when the present one has saved and ended
     )

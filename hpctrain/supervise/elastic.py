@@ -96,7 +96,7 @@ class Elastic:
     wait_s: seconds to wait for slots if there are fewer than the range needs.
     unit: the number of ranks is a multiple of this number: the ranks that hold one copy of a split model.
     batch: None for a command other than `hpctrain train`.
-    hostfile: file with the slots of this machine, which is read again while the run goes on; None in a Slurm job, or
+    hostfile: file with the slots of this machine, which is read again while the run continues; None in a Slurm job, or
     if this machine always has slots for the largest number of ranks.
     """
 

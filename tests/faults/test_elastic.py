@@ -156,7 +156,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 def assert_same_as_stop_and_resume(
     where: Path, *, steps: int, algorithm: str = "flat", options: str = ""
 ) -> None:
-    """A run that ends normally where the elastic run changed its ranks, and goes on with as many, has the same bits."""
+    """A run that ends where the elastic run changed its ranks, and continues with as many, has the same bits."""
     stages = [attempt for attempt in attempts(where) if attempt.first_step is not None]
     ends = [*(stage.first_step or 0 for stage in stages[1:]), steps]
     write_recipe(

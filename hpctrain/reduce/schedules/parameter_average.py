@@ -46,7 +46,7 @@ class ParameterAverage:
         reducer: Sums buckets over all ranks; the caller closes it.
         bucket_bytes: Maximum size of a bucket.
         share: The weight of this rank's change: 1 / (number of workers x ranks of this rank's worker).
-        in_background: True to reduce on a separate thread, while the caller goes on.
+        in_background: True to reduce on a separate thread, while the caller continues.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ParameterAverage:
         self._squares = GradientSquares(self._buckets, self._memory)
         self._pipeline = ReductionPipeline(
             reducer.reduce, device=device, overlap=self._in_background,
-            # Training goes on meanwhile; polls must not take its cores.
+            # Training continues meanwhile; polls must not take its cores.
             longest_wait_s=LONGEST_WAIT_OVERSUBSCRIBED_S if self._in_background else LONGEST_WAIT_S,
         )  # fmt: skip
         self._pipeline.observer = self._observer

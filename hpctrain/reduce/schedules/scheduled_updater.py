@@ -366,7 +366,7 @@ class ScheduledUpdater(Watched):
     def _take_over(self) -> tuple[float, float]:
         """Takes over the average in flight. Collective. Returns the seconds of waiting, and those before it.
 
-        A mean change that is not finite is left out: the workers go on with their own parameters.
+        A mean change that is not finite is left out: the workers continue with their own parameters.
         """
         began = time.perf_counter()
         finite, took = self._average.finish()

@@ -147,8 +147,8 @@ class SlurmSection(RecipeSection):
     elastic: str | None = Field(
         None,
         pattern=r"^[1-9]\d*:[1-9]\d*$",
-        description="`supervise`: `MIN:MAX`, the range of the number of ranks. The run goes on with fewer ranks after "
-        "a lost node, and with more when the node is back; see guides/elastic.md.",
+        description="`supervise`: `MIN:MAX`, the range of the number of ranks. The run continues with fewer ranks "
+        "after a lost node, and with more when the node is back; see guides/elastic.md.",
     )
     mpi: _Word = Field(
         "pmix", description="`srun`: the value of its --mpi. `pmix` for Open MPI, `pmi2` for MPICH."

@@ -206,7 +206,7 @@ class Trial:
         return [p.detach().clone() for p in self.model.parameters()]
 
     def close(self) -> None:
-        # The world goes on: the next trial uses it.
+        # The world continues: the next trial uses it.
         self.session.end_training()
 
 

@@ -108,7 +108,7 @@ def everything(world: World, scratch: str) -> dict[str, Any]:
         stale.save(folder / "stale")
         found["used"] = stale.used
         found["stale"] = stale.parameters()
-        loaded = Served(session, staleness=None)  # a synchronous training goes on from it
+        loaded = Served(session, staleness=None)  # a synchronous training continues from it
         loaded.load(folder / "stale")
         found["stale, loaded"] = loaded.parameters()
         found["samples"] = stale.position.samples

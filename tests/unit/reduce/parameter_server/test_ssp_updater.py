@@ -176,7 +176,7 @@ def test_what_is_read_is_the_version_of_its_stamp(staleness: int | str, servers:
 
 
 def test_fast_ranks_go_on_for_the_steps_of_the_staleness_and_no_further() -> None:
-    """The slow rank holds its part until the others cannot go on."""
+    """The slow rank holds its part until the others cannot continue."""
     staleness, num_ranks = 3, 3
     clocks = [0] * num_ranks
 
